@@ -1,0 +1,59 @@
+"""KVBoost: Hugging Face language models, with KV that is computed once. Public names load on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "KVBoost": "kvboost.api.kvboost",
+    "LLM": "kvboost.api.llm",
+    "boost": "kvboost.api.boost",
+    "SamplingParams": "kvboost.engine.sampling_params",
+    "EngineConfig": "kvboost.config",
+    "GenerationResult": "kvboost.api.results",
+    "KVBoostError": "kvboost.errors",
+    "ConfigError": "kvboost.errors",
+    "InvalidRequest": "kvboost.errors",
+    "PromptTooLong": "kvboost.errors",
+    "ModelLoadError": "kvboost.errors",
+    "UnsupportedModel": "kvboost.errors",
+    "EngineBusy": "kvboost.errors",
+    "EngineClosed": "kvboost.errors",
+    "EngineStepError": "kvboost.errors",
+}
+
+__all__ = [*_EXPORTS, "__version__"]
+
+if TYPE_CHECKING:
+    from kvboost.api.boost import boost as boost
+    from kvboost.api.kvboost import KVBoost as KVBoost
+    from kvboost.api.llm import LLM as LLM
+    from kvboost.api.results import GenerationResult as GenerationResult
+    from kvboost.config import EngineConfig as EngineConfig
+    from kvboost.engine.sampling_params import SamplingParams as SamplingParams
+    from kvboost.errors import (
+        ConfigError as ConfigError,
+        EngineBusy as EngineBusy,
+        EngineClosed as EngineClosed,
+        EngineStepError as EngineStepError,
+        InvalidRequest as InvalidRequest,
+        KVBoostError as KVBoostError,
+        ModelLoadError as ModelLoadError,
+        PromptTooLong as PromptTooLong,
+        UnsupportedModel as UnsupportedModel,
+    )
+
+
+def __getattr__(name: str) -> object:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'kvboost' has no attribute {name!r}; it has {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""What people hold: KVBoost, LLM, boost() and results."""

@@ -1,0 +1,144 @@
+"""Puts an engine together: how much KV fits, how long sequences may be. Decided once, at load."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost.cache.blocks import BlockPool
+from kvboost.cache.layout import SlabLayout
+from kvboost.cache.pool import KVPool
+from kvboost.config import EngineConfig
+from kvboost.engine.engine import Engine
+from kvboost.engine.runner import Runner
+from kvboost.engine.scheduler import Scheduler
+from kvboost.errors import ConfigError
+from kvboost.models.capabilities import Capabilities, discover
+from kvboost.models.fingerprint import weights_fingerprint
+from kvboost.models.limits import LengthLimit, length_limit, refuse_unsupported
+
+GIB = 1 << 30
+
+CPU_DEFAULT_KV_BYTES = 2 * GIB
+"""KV on a machine without a GPU, unless told otherwise: room for 46,000 tokens of SmolLM2-135M in fp32."""
+
+CPU_SHARE_OF_FREE_MEMORY = 0.25
+
+GPU_WORKSPACE_BYTES = GIB
+"""Left beside weights and KV for activations and logits of one step."""
+
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+"""Default token budget of a step: large enough for full matrix speed, small enough that decoders are not kept waiting."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A running engine and what was decided on the way."""
+
+    engine: Engine
+    capabilities: Capabilities
+    layout: SlabLayout
+    namespace: bytes
+    max_model_len: int
+    length_limit: LengthLimit
+    config: EngineConfig
+
+
+def build(model: PreTrainedModel, config: EngineConfig) -> Built:
+    """Discover what `model` can do, allocate its KV pool and start the loop.
+
+    Raises `UnsupportedModel` or `ConfigError`.
+    """
+    refuse_unsupported(model.config)
+    capabilities = discover(model, config.path)
+    limit = length_limit(model.config)
+    layout = SlabLayout(
+        capabilities.layers, config.block_size, str(model.dtype).removeprefix("torch."), model.dtype.itemsize
+    )
+    wanted_len = _wanted_length(config.max_model_len, limit)
+    num_blocks = _num_blocks(config, layout, model.device)
+    max_model_len = _fit_length(config, wanted_len, num_blocks, layout)
+    device = model.device
+    step_tokens = config.max_num_batched_tokens or (CPU_STEP_TOKENS if device.type == "cpu" else GPU_STEP_TOKENS)
+    pool = KVPool(layout, num_blocks, model.dtype, device)
+    scheduler = Scheduler(
+        BlockPool(num_blocks, share=config.enable_prefix_caching), config.block_size, config.max_num_seqs, step_tokens
+    )
+    engine = Engine(Runner(model, capabilities, pool), scheduler, config.max_num_waiting)
+    return Built(
+        engine, capabilities, layout, weights_fingerprint(model) + layout.fingerprint, max_model_len, limit,
+        config.replace(max_model_len=max_model_len, num_blocks=num_blocks, max_num_batched_tokens=step_tokens),
+    )  # fmt: skip
+
+
+def _wanted_length(asked: int | None, limit: LengthLimit) -> int:
+    if asked is None:
+        return limit.tokens
+    if asked > limit.tokens:
+        raise ConfigError(
+            "max_model_len", f"got {asked}, but this model serves {limit.tokens} tokens ({limit.reason}). Lower it."
+        )
+    return asked
+
+
+def _num_blocks(config: EngineConfig, layout: SlabLayout, device: torch.device) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_gib is not None:
+        available = int(config.kv_cache_gib * GIB)
+        field, remedy = "kv_cache_gib", "Raise it"
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        available = int(total * config.gpu_memory_utilization) - (total - free) - GPU_WORKSPACE_BYTES
+        field, remedy = "gpu_memory_utilization", "Raise it, use a smaller dtype, or free GPU memory"
+    else:
+        available = min(CPU_DEFAULT_KV_BYTES, int(free_ram_bytes() * CPU_SHARE_OF_FREE_MEMORY))
+        field, remedy = "kv_cache_gib", "Free memory, or set it"
+    num_blocks = available // layout.slab_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            field,
+            f"{max(available, 0) / GIB:.2f} GiB are left for KV, less than two blocks of {layout.slab_bytes / 2**20:.2f} MiB. {remedy}.",
+        )
+    return num_blocks
+
+
+def _fit_length(config: EngineConfig, wanted: int, num_blocks: int, layout: SlabLayout) -> int:
+    fits = num_blocks * layout.block_size
+    if wanted <= fits:
+        return wanted
+    if config.max_model_len is None:
+        return fits
+    need = -(-wanted // layout.block_size) * layout.slab_bytes / GIB
+    raise ConfigError(
+        "max_model_len",
+        f"{wanted} tokens need {need:.2f} GiB of KV; {num_blocks * layout.slab_bytes / GIB:.2f} GiB is there. "
+        f"Lower max_model_len to {fits}, or set kv_cache_gib={need:.1f}.",
+    )
+
+
+def free_ram_bytes() -> int:
+    """Memory that can be taken without swapping; the container's limit counts where there is one."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as file:
+            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+        limit, used = (_read_int(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+        if limit is not None and used is not None:
+            free = min(free, limit - used)
+    except (OSError, StopIteration, ValueError):
+        pass
+    return free
+
+
+def _read_int(path: str) -> Any:
+    try:
+        with open(path) as file:
+            text = file.read().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

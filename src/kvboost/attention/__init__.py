@@ -1,0 +1,1 @@
+"""Functions registered with the AttentionInterface of Transformers."""

@@ -1,0 +1,1 @@
+"""Workloads, engines side by side, tables and plots."""

@@ -1,0 +1,1 @@
+"""What is stored: slab layout, pool, blocks, prefix index."""

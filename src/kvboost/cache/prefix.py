@@ -1,0 +1,95 @@
+"""Prefix keys and the index that finds a block by them. Policy: plain Python, no torch.
+
+A prefix key names the KV of one full block *and everything before it*: `H(parent key, block tokens)`, with the
+namespace (weights, layout, adapter, cache salt) in the first parent. Equal keys mean equal KV, in every process.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+KEY_BYTES = 16
+"""128 bits: among 2**40 blocks the chance of any collision is below 1e-14."""
+
+
+def root_key(namespace: bytes, cache_salt: str | None = None) -> bytes:
+    """The parent of a sequence's first block. Different salts can never match each other's KV."""
+    salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode("utf-8", "surrogatepass")
+    return blake2b(salt, digest_size=KEY_BYTES, key=blake2b(namespace, digest_size=32).digest()).digest()
+
+
+def extend_keys(
+    keys: list[bytes], root: bytes, tokens: Sequence[int], block_size: int, upto: int | None = None
+) -> None:
+    """Append the keys of the full blocks of `tokens[:upto]` that `keys` does not hold yet.
+
+    Token ids are hashed as little-endian uint32, so that a key is the same on every machine.
+    """
+    end = (len(tokens) if upto is None else upto) // block_size
+    start = len(keys)
+    if start >= end:
+        return
+    packed = array("I", tokens[start * block_size : end * block_size])
+    if sys.byteorder == "big":
+        packed.byteswap()
+    data = packed.tobytes()
+    step = block_size * 4
+    parent = keys[-1] if keys else root
+    for offset in range(0, len(data), step):
+        parent = blake2b(parent + data[offset : offset + step], digest_size=KEY_BYTES).digest()
+        keys.append(parent)
+
+
+class PrefixIndex:
+    """Which block holds the KV of which key.
+
+    Invariant: `_block_of[key] == block` exactly when `_key_of[block] == key`.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: list[bytes | None] = [None] * num_blocks
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def key_of(self, block: int) -> bytes | None:
+        return self._key_of[block]
+
+    def find(self, keys: Sequence[bytes], limit: int | None = None) -> list[int]:
+        """The blocks of the longest run of known keys from the start, at most `limit` of them."""
+        found = []
+        get = self._block_of.get
+        for key in keys if limit is None else keys[:limit]:
+            block = get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def add(self, key: bytes, block: int) -> bool:
+        """Name `block` by `key`. False when another block already holds that KV; the first one stays."""
+        if key in self._block_of or self._key_of[block] is not None:
+            return False
+        self._block_of[key] = block
+        self._key_of[block] = key
+        return True
+
+    def remove(self, block: int) -> None:
+        """Forget what `block` holds."""
+        key = self._key_of[block]
+        if key is not None:
+            del self._block_of[key]
+            self._key_of[block] = None
+
+    def check(self) -> None:
+        """Raise `AssertionError` when the two directions disagree."""
+        named = {block for block, key in enumerate(self._key_of) if key is not None}
+        if named != set(self._block_of.values()) or len(named) != len(self._block_of):
+            raise AssertionError("prefix index: keys and blocks disagree")
+        for key, block in self._block_of.items():
+            if self._key_of[block] != key:
+                raise AssertionError(f"prefix index: block {block} is found by a key it does not have")

@@ -1,0 +1,1 @@
+"""The loop: request, scheduler, engine, runner, sampler."""

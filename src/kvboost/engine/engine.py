@@ -1,0 +1,275 @@
+"""The one loop: everything that generates submits requests here.
+
+A thread owns the scheduler, the pool and the model. Callers hand it requests and commands through an inbox and get
+outputs through each request's `sink`, which runs in the engine thread and must be quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from kvboost.engine import sampler
+from kvboost.engine.outputs import RequestOutput, TokenLogprobs
+from kvboost.engine.request import Request
+from kvboost.engine.runner import Runner, StepLogits
+from kvboost.engine.scheduler import Scheduler, StepPlan
+from kvboost.engine.stats import EngineStats, read_stats
+from kvboost.engine.stopping import ends_after
+from kvboost.errors import EngineBusy, EngineClosed, EngineStepError
+
+log = logging.getLogger("kvboost")
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """What other threads left for the engine thread; guarded by the engine's condition."""
+
+    requests: deque[Request]
+    commands: deque[Callable[[], None]]
+
+
+class Engine:
+    """Runs requests until they finish. Thread-safe; every public method may be called from any thread.
+
+    Invariant: after any step, failed or not, `check()` holds and every live request is waiting or running.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, max_num_waiting: int) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._max_num_waiting = max_num_waiting
+        self._changed = threading.Condition()
+        self._inbox = _Inbox(deque(), deque())
+        self._num_waiting = 0
+        self._closing = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._loop, name="kvboost-engine", daemon=True)
+        self._thread.start()
+
+    # -- for callers -----------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request], *, block: bool = False) -> None:
+        """Queue requests, all at once when they fit the waiting queue.
+
+        With `block`, more requests than `max_num_waiting` are queued in pieces as room appears; without it, they are
+        refused together with `EngineBusy`. Raises `EngineClosed`.
+        """
+        pending = deque(requests)
+        with self._changed:
+            while pending:
+                self._require_open()
+                room = self._max_num_waiting - self._num_waiting - len(self._inbox.requests)
+                if room < len(pending) and not block:
+                    raise EngineBusy(
+                        f"{self._num_waiting} requests wait already and max_num_waiting is {self._max_num_waiting}. "
+                        "Try again later, or raise max_num_waiting."
+                    )
+                now = time.perf_counter()
+                for _ in range(min(max(room, 0), len(pending))):
+                    request = pending.popleft()
+                    request.arrival_s = request.arrival_s or now
+                    self._inbox.requests.append(request)
+                self._changed.notify_all()
+                if pending:
+                    self._changed.wait()
+
+    def abort(self, request: Request) -> None:
+        """End a request as soon as the running step is over; its blocks are returned. No effect once finished."""
+        with contextlib.suppress(EngineClosed):
+            self._post(lambda: self._finish(request, "abort"))
+
+    def call(self, function: Callable[[Scheduler], T]) -> T:
+        """Run `function(scheduler)` in the engine thread, between two steps, and return its result."""
+        if threading.current_thread() is self._thread:
+            return function(self._scheduler)
+        future: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(function(self._scheduler))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(command)
+        return future.result()
+
+    def stats(self) -> EngineStats:
+        """A consistent snapshot, taken between two steps."""
+        return self.call(read_stats)
+
+    def check(self) -> None:
+        """Verify every invariant between two steps. Raises `AssertionError`."""
+        self.call(Scheduler.check)
+
+    def close(self) -> None:
+        """Abort what is in flight and stop the thread. Idempotent."""
+        if os.getpid() != self._pid:
+            return  # a forked child: the thread lives in the parent
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @property
+    def closed(self) -> bool:
+        return self._closing
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._changed:
+            self._require_open()
+            self._inbox.commands.append(command)
+            self._changed.notify_all()
+
+    def _require_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineClosed("this engine was made in another process: its thread did not survive the fork. "
+                               "Load the model after forking, or use the 'spawn' start method.")  # fmt: skip
+        if self._closing:
+            raise EngineClosed("the engine is closed. Make a new one with KVBoost.from_pretrained(...).")
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._inbox.requests or self._inbox.commands or self._closing or self._scheduler.has_work()):
+                    self._changed.wait()
+                if self._closing:
+                    break
+                commands, self._inbox.commands = self._inbox.commands, deque()
+                arrived, self._inbox.requests = self._inbox.requests, deque()
+                for request in arrived:
+                    self._scheduler.add(request)
+                self._num_waiting = len(self._scheduler.waiting)
+            for command in commands:
+                command()
+            if self._scheduler.has_work():
+                self._step()
+                self._note_waiting()
+        self._abort_everything()
+
+    def _note_waiting(self) -> None:
+        """Tell blocked submitters when the queue got shorter."""
+        waiting = len(self._scheduler.waiting)
+        if waiting != self._num_waiting:
+            with self._changed:
+                self._num_waiting = waiting
+                self._changed.notify_all()
+
+    def _step(self) -> None:
+        plan = StepPlan()
+        try:
+            plan = self._scheduler.schedule()
+            now = time.perf_counter()
+            for work in plan.work:
+                if work.request.first_scheduled_s is None:
+                    work.request.first_scheduled_s = now
+            if plan.work:
+                logits = self._runner.run(plan.work)
+                self._read_prompt_logprobs(logits)
+                sampled = (
+                    sampler.sample(logits.sampled, [_row(r) for r in logits.requests]) if logits.requests else None
+                )
+                self._scheduler.commit(plan)
+                if sampled is not None:
+                    self._deliver(logits.requests, sampled)
+            for work in plan.work:
+                if work.request.prefill_only and work.request.remaining == 0:
+                    self._finish(work.request, "stop")
+            for request in plan.done:
+                self._finish(request, "stop")
+        except Exception as error:
+            log.exception("a step failed; its %d requests end with an error", len(plan.work))
+            self._fail(plan, error)
+
+    def _deliver(self, requests: Sequence[Request], sampled: sampler.Sampled) -> None:
+        now = time.perf_counter()
+        for request, token, logprobs in zip(requests, sampled.token_ids, sampled.logprobs, strict=True):
+            self._scheduler.append_token(request, token)
+            text, matched = request.detokenizer.push([token]) if request.detokenizer is not None else ("", None)
+            end = ends_after(request, token, matched)
+            if end is None:
+                _emit(request, RequestOutput([token], text, _listed(logprobs), now))
+                continue
+            if request.detokenizer is not None and matched is None:
+                text += request.detokenizer.flush()
+            self._scheduler.finish(request, *end)
+            _emit(request, RequestOutput([token], text, _listed(logprobs), now, *end))
+
+    def _read_prompt_logprobs(self, logits: StepLogits) -> None:
+        for request, first, rows in logits.prompt_rows:
+            following = request.prompt_ids[first + 1 : first + 1 + rows.shape[0]]
+            found = sampler.token_logprobs(rows, following, request.params.prompt_logprobs or 0)
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs[first + 1 : first + 1 + len(found)] = found
+
+    def _finish(self, request: Request, reason: str) -> None:
+        if request.finished:
+            return
+        text = request.detokenizer.flush() if request.detokenizer is not None else ""
+        self._scheduler.finish(request, reason)
+        _emit(request, RequestOutput([], text, None, time.perf_counter(), reason))
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        """End the step's requests with an error. When planning itself broke, every request goes: none can be trusted."""
+        failed = self._scheduler.fail(plan)
+        if not plan.work:
+            failed = [*self._scheduler.running, *self._scheduler.waiting]
+            for request in failed:
+                self._scheduler.finish(request, "error")
+        told = EngineStepError(f"the step that computed this request failed: {type(error).__name__}: {error}")
+        told.__cause__ = error
+        for request in failed:
+            _emit(request, RequestOutput([], "", None, time.perf_counter(), "error", None, told))
+
+    def _abort_everything(self) -> None:
+        with self._changed:
+            for request in self._inbox.requests:
+                self._scheduler.add(request)
+            self._inbox.requests.clear()
+            commands = list(self._inbox.commands)
+            self._inbox.commands.clear()
+            self._changed.notify_all()
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._finish(request, "abort")
+        for command in commands:
+            command()
+
+
+def _row(request: Request) -> sampler.SampleRow:
+    return sampler.SampleRow(
+        params=request.params,
+        prompt_ids=request.prompt_ids,
+        output_ids=request.output_ids,
+        seed=request.seed,
+        stop_ids=request.stop_ids,
+        bad_word_ids=request.bad_word_ids,
+        processors=request.processors,
+    )
+
+
+def _listed(logprobs: TokenLogprobs | None) -> list[TokenLogprobs] | None:
+    return None if logprobs is None else [logprobs]
+
+
+def _emit(request: Request, output: RequestOutput) -> None:
+    if request.sink is None:
+        return
+    try:
+        request.sink(output)
+    except Exception:  # a caller's mistake must not end other requests
+        log.exception("the receiver of request %s failed", request.id)

@@ -1,0 +1,87 @@
+"""One request on its way through the engine. Policy: plain Python, no torch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvboost.engine.outputs import RequestOutput, TokenLogprobs
+from kvboost.engine.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What was asked, how far it is, and which blocks hold its KV.
+
+    `tokens` is the prompt followed by what was generated. The first `num_computed` of them have their KV in `blocks`.
+    `keys[i]` is the prefix key of tokens `[i * block_size, (i + 1) * block_size)`.
+    Invariant while running: `len(blocks) == ceil(num_computed / block_size)` between steps.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    root: bytes
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    processors: tuple[Callable[[Any, Any], Any], ...] = ()
+    should_stop: Callable[[Sequence[int]], bool] | None = None
+    detokenizer: Any = None
+    sink: Callable[[RequestOutput], None] | None = None
+    prefill_only: bool = False
+    pin: bool = False
+    max_total_tokens: int = 0
+    arrival_s: float = 0.0
+
+    status: Status = Status.WAITING
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    cached_tokens: int | None = None
+    cached_by_source: dict[str, int] = field(default_factory=dict)
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.prompt_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_ids) :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Log-probabilities of the prompt need its logits, which stored KV cannot give: such a prompt is computed."""
+        return self.params.prompt_logprobs is None

@@ -1,0 +1,129 @@
+"""Runs one planned step on the device: packs the tokens, calls the unchanged model once, returns the logits asked for.
+
+The only file of the engine that calls the model. It knows nothing of who waits and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvboost.attention.paged_torch import PagedStep, Span
+from kvboost.attention.step import running
+from kvboost.cache.pool import KVPool
+from kvboost.engine.request import Request
+from kvboost.engine.scheduler import Work
+from kvboost.models.capabilities import Capabilities
+from kvboost.models.compat import load_cache, store_cache
+
+
+@dataclass(frozen=True)
+class StepLogits:
+    """Rows of logits of one step.
+
+    `sampled[i]` belongs to `requests[i]`. `prompt_rows` holds `(request, first position, logits[n, V])` for prompts
+    whose log-probabilities were asked for: row j predicts the token at position `first + j + 1`.
+    """
+
+    requests: list[Request]
+    sampled: Tensor
+    prompt_rows: list[tuple[Request, int, Tensor]]
+
+
+class Runner:
+    """Owns the model and the pool for the length of a step."""
+
+    def __init__(self, model: PreTrainedModel, capabilities: Capabilities, pool: KVPool) -> None:
+        self._model = model
+        self._capabilities = capabilities
+        self._pool = pool
+        self._device = pool.slabs.device
+
+    def run(self, work: Sequence[Work]) -> StepLogits:
+        """Compute the KV of every planned token and the logits of the wanted ones."""
+        if self._capabilities.path == "paged":
+            # Decoders first and by length: the attention pads neighbours into one call.
+            ordered = sorted(work, key=lambda w: (w.count > 1, w.start + w.count if w.count == 1 else 0))
+            return self._run_packed(ordered)
+        # In plan order: a twin reads blocks that an earlier sequence of this step has just written.
+        return _merge([self._run_alone(w) for w in work])
+
+    def _run_packed(self, work: Sequence[Work]) -> StepLogits:
+        ids: list[int] = []
+        positions: list[int] = []
+        spans: list[Span] = []
+        for w in work:
+            ids += w.request.tokens[w.start : w.start + w.count]
+            positions += range(w.start, w.start + w.count)
+            spans.append(Span(w.start, w.count, w.request.blocks))
+        wanted = _Wanted(work)
+        with running(PagedStep(self._pool, spans, self._capabilities.layer_ids)):
+            logits = self._call(ids, positions, wanted.rows, use_cache=False)
+        return wanted.sort(logits)
+
+    def _run_alone(self, work: Work) -> StepLogits:
+        table = torch.tensor(work.request.blocks, device=self._device)
+        cache = load_cache(self._pool, table, work.start)
+        wanted = _Wanted([work])
+        ids = work.request.tokens[work.start : work.start + work.count]
+        positions = range(work.start, work.start + work.count)
+        mask = torch.ones(1, work.start + work.count, dtype=torch.long, device=self._device)
+        extra: dict[str, Any] = {self._capabilities.cache_argument: cache, "attention_mask": mask}
+        logits = self._call(ids, list(positions), wanted.rows, use_cache=True, **extra)
+        store_cache(self._pool, cache, table, work.start, work.count)
+        return wanted.sort(logits)
+
+    def _call(self, ids: list[int], positions: list[int], rows: list[int], **extra: Any) -> Tensor:
+        """Logits `[len(rows), V]` of the given rows of the packed tokens."""
+        if self._capabilities.takes_positions:
+            extra["position_ids"] = torch.tensor([positions], device=self._device)
+        # A step without wanted rows (a middle chunk) still passes one: an empty selection breaks some heads.
+        keep = torch.tensor(rows or [0], device=self._device)
+        if self._capabilities.takes_logits_to_keep:
+            extra["logits_to_keep"] = keep
+        logits: Tensor = self._model(input_ids=torch.tensor([ids], device=self._device), **extra).logits[0]
+        if not self._capabilities.takes_logits_to_keep:
+            logits = logits[keep]
+        return logits[: len(rows)]
+
+
+class _Wanted:
+    """Which packed rows need logits, and whose they are."""
+
+    def __init__(self, work: Sequence[Work]) -> None:
+        self.rows: list[int] = []
+        self._sampled: list[int] = []
+        self._requests: list[Request] = []
+        self._prompts: list[tuple[Request, int, int, int]] = []
+        begin = 0
+        for w in work:
+            if w.request.prompt_logprobs is not None:
+                # Row of position p predicts p + 1; the last prompt position predicts output, not prompt.
+                count = min(w.start + w.count, w.request.num_prompt - 1) - w.start
+                if count > 0:
+                    self._prompts.append((w.request, w.start, len(self.rows), count))
+                    self.rows += range(begin, begin + count)
+            if w.sample:
+                self._sampled.append(len(self.rows))
+                self._requests.append(w.request)
+                self.rows.append(begin + w.count - 1)
+            begin += w.count
+
+    def sort(self, logits: Tensor) -> StepLogits:
+        sampled = logits if not self._prompts else logits[self._sampled]
+        prompts = [(request, first, logits[at : at + count]) for request, first, at, count in self._prompts]
+        return StepLogits(self._requests, sampled, prompts)
+
+
+def _merge(parts: Sequence[StepLogits]) -> StepLogits:
+    sampled = [p.sampled for p in parts if p.requests]
+    return StepLogits(
+        [request for p in parts for request in p.requests],
+        torch.cat(sampled) if sampled else parts[0].sampled[:0],
+        [row for p in parts for row in p.prompt_rows],
+    )

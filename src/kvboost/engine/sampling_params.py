@@ -1,0 +1,137 @@
+"""SamplingParams: how one request picks its tokens. Plain data, checked on construction; knows no torch.
+
+Names, defaults and meanings follow vLLM's `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvboost.errors import InvalidRequest
+
+MAX_LOGPROBS = 100
+"""Most alternatives per token: a row of log-probabilities is copied to the host for each."""
+
+MAX_N = 128
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling options of one request.
+
+    temperature: 0 is greedy. top_k: 0 or -1 keeps all. seed: same seed, same tokens, whatever else runs.
+    max_tokens: None means up to `max_model_len`. min_tokens: no EOS and no stop token before this many.
+    stop: strings that end the text (left out of it unless `include_stop_str_in_output`).
+    logit_bias: `{token_id: added to its logit}`. allowed_token_ids: nothing else is ever picked.
+    bad_words: strings that must not appear. logprobs / prompt_logprobs: alternatives per token (0: only the
+    token itself). Log-probabilities are those of the raw model output, before penalties and temperature.
+
+    Raises `InvalidRequest` naming the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] | Sequence[str] | str | None = ()
+    stop_token_ids: tuple[int, ...] | Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | Sequence[int] | None = None
+    bad_words: tuple[str, ...] | Sequence[str] | None = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        put(self, "stop", stop)
+        put(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        put(self, "bad_words", tuple(self.bad_words or ()))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.logit_bias is not None:
+            put(self, "logit_bias", _checked_bias(self.logit_bias))
+        self._check()
+
+    def _check(self) -> None:
+        _whole("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, None)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _whole("top_k", self.top_k, -1, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, None)
+        _whole("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", f"{self.min_tokens} is above max_tokens={self.max_tokens}.")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest("stop", f"got {text!r}; each stop must be a non-empty string.")
+        for text in self.bad_words:
+            if not isinstance(text, str) or not text.strip():
+                raise InvalidRequest("bad_words", f"got {text!r}; each bad word must be a non-blank string.")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _whole(name, token, 0, None)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest(
+                "allowed_token_ids", "is empty: no token could ever be picked. Leave it out, or list tokens."
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, validated again."""
+        return replace(self, **changes)
+
+
+def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
+    checked = {}
+    for token, value in bias.items():
+        if isinstance(token, str) and token.isdigit():  # JSON objects have string keys
+            token = int(token)
+        _whole("logit_bias", token, 0, None)
+        _number("logit_bias", value, -100.0, 100.0)
+        checked[token] = float(value)
+    return checked
+
+
+def _number(name: str, value: Any, low: float, high: float | None, *, open_low: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if ok and (value < low or (open_low and value == low) or (high is not None and value > high)):
+        ok = False
+    if not ok:
+        upper = "" if high is None else f" and at most {high:g}"
+        raise InvalidRequest(
+            name, f"got {value!r}; it must be a number {'above' if open_low else 'of at least'} {low:g}{upper}."
+        )
+
+
+def _whole(name: str, value: Any, low: int, high: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        upper = "" if high is None else f" and at most {high}"
+        raise InvalidRequest(name, f"got {value!r}; it must be a whole number of at least {low}{upper}.")

@@ -1,0 +1,303 @@
+"""Which tokens are computed in the next step, and whose KV gives way. Policy: plain Python, no torch.
+
+There is no prefill phase and no decode phase, only token counts under one budget: running sequences that need one
+token first, then unfinished prompts in chunks, then waiting prompts in the order they came.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvboost.cache.blocks import BlockPool
+from kvboost.cache.prefix import extend_keys
+from kvboost.engine.request import Request, Status
+
+MAX_PINNED_SHARE = 0.5
+"""Pinned blocks never leave; beyond half of the pool they would starve running sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`count` tokens of one request, from position `start`; the last one's logits are sampled when `sample`."""
+
+    request: Request
+    start: int
+    count: int
+    sample: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. `done` are prefill-only requests that needed no compute at all."""
+
+    work: list[Work] = field(default_factory=list)
+    done: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(w.count for w in self.work)
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Totals since the start, in tokens unless named otherwise."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    finished_requests: int = 0
+
+
+class Scheduler:
+    """Orders requests and owns their blocks.
+
+    Invariants: a request is in `waiting` or in `running` or finished; only running requests own blocks; the oldest
+    running request makes progress in every step, so nothing starves.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.pinned: dict[str, list[int]] = {}
+        self.counters = CacheCounters()
+
+    # -- coming and going ------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. The caller has checked that it fits the pool (`blocks_for`, `usable_blocks`)."""
+        self.waiting.append(request)
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a request, now, whatever its state; its blocks stay findable until they are needed."""
+        if request.finished:
+            return
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        if request.pin and reason == "stop":
+            self._pin(request)
+        self._free(request)
+        request.status = Status.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        self.counters.finished_requests += 1
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks one request can have when nothing else runs."""
+        return self.pool.num_blocks - self.num_pinned
+
+    @property
+    def num_pinned(self) -> int:
+        return len({block for blocks in self.pinned.values() for block in blocks})
+
+    def unpin(self, pin_id: str) -> None:
+        """Let go of the blocks pinned under the id of a request; unknown ids are ignored."""
+        self.pool.release(self.pinned.pop(pin_id, []))
+
+    def forget_cached(self) -> int:
+        """Forget all stored KV, pinned too; what running requests hold stays usable for them but is not found again.
+        Returns the number of blocks that could have been found."""
+        count = self.pool.num_cached
+        for pin_id in list(self.pinned):
+            self.unpin(pin_id)
+        self.pool.forget_all()
+        return count
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step and allocate its blocks. Follow with `commit` or `fail`."""
+        plan = StepPlan()
+        budget = self.max_num_batched_tokens
+        scheduled: set[int] = set()
+        decoding = [r for r in self.running if r.remaining == 1]
+        for request in decoding:
+            if budget == 0:
+                break
+            if request.status is Status.RUNNING and self._grow(request, 1, scheduled, plan):
+                self._plan(plan, request, 1)
+                scheduled.add(id(request))
+                budget -= 1
+        for request in [r for r in self.running if r.remaining > 1]:
+            count = min(request.remaining, budget)
+            if count == 0:
+                break
+            if request.status is Status.RUNNING and self._grow(request, count, scheduled, plan):
+                self._plan(plan, request, count)
+                scheduled.add(id(request))
+                budget -= count
+        if not plan.preempted:
+            self._admit(plan, budget)
+        self.counters.steps += 1
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        """The step's KV is in the pool."""
+        for work in plan.work:
+            work.request.num_computed = work.start + work.count
+            self.counters.computed_tokens += work.count
+
+    def fail(self, plan: StepPlan) -> list[Request]:
+        """The step broke: end its requests, and let no key point at KV that was never written."""
+        for work in plan.work:
+            first, last = work.start // self.block_size, (work.start + work.count) // self.block_size
+            # By key, not by table: a request aborted since `schedule` has no table any more.
+            for key in work.request.keys[first:last]:
+                for block in self.pool.find([key], 1):
+                    self.pool.forget(block)
+        # `done` requests may have been found in blocks of this very step.
+        failed = [r for r in (*(work.request for work in plan.work), *plan.done) if not r.finished]
+        for request in failed:
+            self.finish(request, "error")
+        return failed
+
+    def append_token(self, request: Request, token: int) -> None:
+        request.tokens.append(token)
+        self.counters.output_tokens += 1
+
+    # -- inside a step ---------------------------------------------------------------------------------------------
+
+    def _plan(self, plan: StepPlan, request: Request, count: int) -> None:
+        start, end = request.num_computed, request.num_computed + count
+        complete = end == len(request.tokens)
+        plan.work.append(Work(request, start, count, sample=complete and not request.prefill_only))
+        # Full blocks are named now, before they are written: a twin later in this same step attends to them, because
+        # every layer writes the keys and values of all its tokens before any of them attends.
+        extend_keys(request.keys, request.root, request.tokens, self.block_size, upto=end)
+        for i in range(start // self.block_size, end // self.block_size):
+            self.pool.name(request.blocks[i], request.keys[i])
+
+    def _grow(self, request: Request, count: int, scheduled: set[int], plan: StepPlan) -> bool:
+        """Make room for `count` more tokens, preempting younger requests if need be. False: not in this step."""
+        need = self.blocks_for(request.num_computed + count) - len(request.blocks)
+        while need > self.pool.num_free:
+            victim = next((r for r in reversed(self.running) if id(r) not in scheduled), request)
+            if victim is request and scheduled:
+                # Older sequences go on without it; as a prompt it keeps what it has, as a decoder it gives way.
+                if request.remaining > 1:
+                    return False
+                self._preempt(request, plan)
+                return False
+            if victim is request:
+                raise AssertionError(f"request {request.id} alone does not fit the pool")
+            self._preempt(victim, plan)
+        request.blocks.extend(self.pool.allocate() for _ in range(need))
+        return True
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        """Take a request's blocks. It goes first in the queue, and finds again whatever was not overwritten."""
+        self.running.remove(request)
+        self._free(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)
+        plan.preempted.append(request)
+        self.counters.preemptions += 1
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            found = self._find(request)
+            cached = len(found) * self.block_size
+            # Admit only what has room for all its known tokens: a half-admitted prompt would be preempted again.
+            need = self.blocks_for(len(request.tokens)) - len(found)
+            if need > self.pool.num_free - sum(1 for block in found if self.pool.is_free(block)):
+                break
+            self.waiting.popleft()
+            self.pool.retain(found)
+            request.blocks = found
+            request.num_computed = cached
+            request.status = Status.RUNNING
+            self.running.append(request)
+            self._count_hit(request, cached)
+            count = min(request.remaining, budget)
+            if count == 0:
+                plan.done.append(request)
+                continue
+            request.blocks.extend(
+                self.pool.allocate() for _ in range(self.blocks_for(cached + count) - len(request.blocks))
+            )
+            self._plan(plan, request, count)
+            budget -= count
+
+    def _find(self, request: Request) -> list[int]:
+        if not request.reads_prefix:
+            return []
+        extend_keys(request.keys, request.root, request.tokens, self.block_size)
+        # The last token's logits are needed, so its block is computed even when it is known.
+        limit = len(request.tokens) - (0 if request.prefill_only else 1)
+        return self.pool.find(request.keys, limit // self.block_size)
+
+    def _count_hit(self, request: Request, cached: int) -> None:
+        if request.cached_tokens is not None:
+            return  # after a preemption: what it finds now was its own
+        request.cached_tokens = cached
+        if cached:
+            request.cached_by_source = {"device": cached}
+        self.counters.prefix_queries += request.num_prompt
+        self.counters.prefix_hits += cached
+        self.counters.prompt_tokens += request.num_prompt
+
+    def _free(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        request.blocks = []
+        request.num_computed = 0
+
+    def _pin(self, request: Request) -> None:
+        largest = max((self.blocks_for(r.max_total_tokens) for r in self._live()), default=0)
+        room = min(int(self.pool.num_blocks * MAX_PINNED_SHARE), self.pool.num_blocks - largest)
+        fits = max(0, room - self.num_pinned)
+        # What the keys find, not the request's own table: its block may be a duplicate that no key points at.
+        kept = self.pool.find(request.keys, min(fits, request.num_computed // self.block_size))
+        self.pool.retain(kept)
+        self.pinned[request.id] = kept
+
+    def _live(self) -> Iterable[Request]:
+        yield from self.running
+        yield from self.waiting
+
+    # -- questions -------------------------------------------------------------------------------------------------
+
+    def holders(self) -> list[Sequence[int]]:
+        """Every block table and pin: what the pool's reference counts must add up to."""
+        return [*(r.blocks for r in self.running), *self.pinned.values()]
+
+    def slots(self) -> tuple[int, int]:
+        """(allocated, used) token slots of referenced blocks; a shared block counts once."""
+        allocated = self.pool.num_referenced * self.block_size
+        waste = sum(len(r.blocks) * self.block_size - r.num_computed for r in self.running)
+        return allocated, allocated - waste
+
+    def check(self) -> None:
+        """Verify every invariant between steps. Raises `AssertionError`."""
+        self.pool.check(self.holders())
+        for request in self.running:
+            if request.status is not Status.RUNNING or not 0 <= request.num_computed <= len(request.tokens):
+                raise AssertionError(f"running request {request.id} is in a wrong state")
+            if len(request.blocks) != self.blocks_for(request.num_computed):
+                raise AssertionError(f"request {request.id} holds more or fewer blocks than its tokens need")
+            if len(set(request.blocks)) != len(request.blocks):
+                raise AssertionError(f"request {request.id} holds a block twice")
+        for request in self.waiting:
+            if request.status is not Status.WAITING or request.blocks or request.num_computed:
+                raise AssertionError(f"waiting request {request.id} holds KV")
+        if len(self.running) > self.max_num_seqs:
+            raise AssertionError("more sequences run than max_num_seqs")

@@ -1,0 +1,1 @@
+"""How a model gets in, and what it can do."""
