@@ -1,6 +1,6 @@
 """A scheduler on a pretended device that remembers, for every token slot, whose KV was written there.
 
-KV of a position depends on the namespace and on every token up to it. `Trie` gives each such prefix a number, so a
+KV of a position depends on the salt and on every token up to it. `Trie` gives each such prefix a number, so a
 slot's content is one integer, and "this hit is exact" is one comparison. The pretended model's next token is a
 function of the content it reads in the last slot: wrong KV anywhere shows as a wrong answer as well.
 """
@@ -21,19 +21,19 @@ SALTS = (None, "a", "b")
 
 
 class Trie:
-    """Numbers for (namespace, token, token, ...): equal numbers exactly when all of it is equal."""
+    """Numbers for (salt, token, token, ...): equal numbers exactly when all of it is equal."""
 
     def __init__(self) -> None:
         self._number: dict[tuple[int, object], int] = {}
 
-    def root(self, root: bytes) -> int:
-        return self._number.setdefault((GARBAGE, root), len(self._number))
+    def root(self, salt: str | None) -> int:
+        return self._number.setdefault((GARBAGE, salt), len(self._number))
 
     def child(self, parent: int, token: int) -> int:
         return self._number.setdefault((parent, token), len(self._number))
 
-    def path(self, root: bytes, tokens: list[int]) -> list[int]:
-        numbers, node = [], self.root(root)
+    def path(self, salt: str | None, tokens: list[int]) -> list[int]:
+        numbers, node = [], self.root(salt)
         for token in tokens:
             node = self.child(node, token)
             numbers.append(node)
@@ -62,7 +62,7 @@ class Rig:
         self.history: list[list[int]] = []
         self.content: dict[bytes, list[int]] = {}
         self.seen: Counter[str] = Counter()
-        self._added = 0
+        self._salts: dict[str, str | None] = {}
 
     # -- operations ------------------------------------------------------------------------------------------------
 
@@ -77,11 +77,11 @@ class Rig:
         if self.scheduler.blocks_for(total) > self.scheduler.usable_blocks:
             self.seen["refused"] += 1
             return None
-        self._added += 1
         request = Request(
-            id=str(self._added), prompt_ids=prompt, root=root_key(b"weights", salt), max_total_tokens=total,
+            id=str(len(self._salts)), prompt_ids=prompt, root=root_key(b"weights", salt), max_total_tokens=total,
             params=SamplingParams(prompt_logprobs=0 if prompt_logprobs else None), prefill_only=prefill_only, pin=pin,
         )  # fmt: skip
+        self._salts[request.id] = salt
         self.scheduler.add(request)
         self.requests.append(request)
         self.history = [*self.history[-7:], request.tokens]  # the live list: later prompts may continue an answer
@@ -183,7 +183,7 @@ class Rig:
             assert work.sample == (end == len(request.tokens) and not request.prefill_only)
             assert len(request.blocks) == scheduler.blocks_for(end), "holds more or fewer blocks than it writes"
             for i in range(work.start // self.block_size, end // self.block_size):
-                numbers = self.trie.path(request.root, request.tokens[: (i + 1) * self.block_size])
+                numbers = self._path(request, request.tokens[: (i + 1) * self.block_size])
                 self.content[request.keys[i]] = numbers[i * self.block_size :]
         admitted = [w for w in plan.work if id(w.request) not in was_running]
         for request in plan.done:
@@ -229,7 +229,7 @@ class Rig:
         blocks = work.request.blocks if blocks is None else blocks
         if not blocks:
             blocks = self._aborted_blocks(work)
-        numbers = self.trie.path(work.request.root, work.request.tokens[: work.start + work.count])
+        numbers = self._path(work.request, work.request.tokens[: work.start + work.count])
         for position in range(work.start, work.start + work.count):
             slot = self.device[blocks[position // self.block_size]]
             slot[position % self.block_size] = GARBAGE if garbage else numbers[position]
@@ -242,11 +242,14 @@ class Rig:
         """Every position before the piece's end holds this request's KV, and nothing else does as well."""
         blocks, end = work.request.blocks or self._aborted_blocks(work), work.start + work.count
         read = [self.device[blocks[p // self.block_size]][p % self.block_size] for p in range(end)]
-        assert read == self.trie.path(work.request.root, work.request.tokens[:end]), "attends to somebody else's KV"
+        assert read == self._path(work.request, work.request.tokens[:end]), "attends to somebody else's KV"
 
     def _read(self, work: Work) -> int:
         blocks, last = work.request.blocks or self._aborted_blocks(work), work.start + work.count - 1
         return self.device[blocks[last // self.block_size]][last % self.block_size]
+
+    def _path(self, request: Request, tokens: list[int]) -> list[int]:
+        return self.trie.path(self._salts[request.id], tokens)
 
     def _abort(self, which: int) -> None:
         self._tables = {r.id: list(r.blocks) for r in self.requests}
@@ -272,7 +275,7 @@ class Rig:
     def _answer(self, request: Request) -> list[int]:
         tokens = list(request.prompt_ids)
         while len(tokens) < request.max_total_tokens:
-            tokens.append(next_token(self.trie.path(request.root, tokens)[-1]))
+            tokens.append(next_token(self._path(request, tokens)[-1]))
             if tokens[-1] == END_TOKEN:
                 break
         return tokens
@@ -286,10 +289,12 @@ class Rig:
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
+        self.seen["operations"] += 1
         scheduler = self.scheduler
         scheduler.check()
         live = [*scheduler.running, *scheduler.waiting]
         assert [r.id for r in live] == [r.id for r in self.requests], "requests overtook each other"
+        assert all(r.remaining == 1 for r in scheduler.running[:-1]), "a prompt under way is not the last to run"
         for request in scheduler.running:
             waste = len(request.blocks) * self.block_size - request.num_computed
             assert request.status is Status.RUNNING and 0 <= waste < self.block_size, "wastes a block or more"

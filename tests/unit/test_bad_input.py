@@ -375,6 +375,27 @@ def test_a_step_that_breaks_fails_its_requests_only(tiny: KVBoost) -> None:
     assert again.token_ids == expected
 
 
+def test_a_row_without_a_token_fails_alone(tiny: KVBoost) -> None:
+    """NaN logits of one request, and KV full of NaN with them, leave its neighbours and successors untouched."""
+    prompts = [list(range(10, 40)), list(range(50, 90)), list(range(100, 120))]
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    expected = [tiny.generate(p, **options).token_ids for p in prompts]
+    tiny.reset_cache()
+    embeddings = tiny.model.get_input_embeddings().weight
+    with torch.no_grad():
+        saved = embeddings[262].clone()
+        embeddings[262] = math.nan
+    streams = [tiny.stream(p, **options) for p in (*prompts, [262] * 40)]
+    answers = [[token for piece in stream for token in piece.token_ids] for stream in streams[:3]]
+    with pytest.raises(EngineStepError, match="logits are nan"):
+        list(streams[3])
+    assert answers == expected
+    with torch.no_grad():
+        embeddings[262] = saved
+    assert [tiny.generate(p, **options).token_ids for p in prompts] == expected
+    assert tiny.generate([262] * 40, **options).usage.cached_tokens == 0
+
+
 def test_a_receiver_that_raises_harms_nobody(tiny: KVBoost) -> None:
     stream = tiny.stream("hello", max_new_tokens=300, temperature=0, ignore_eos=True)
     next(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -71,8 +72,8 @@ class FakeKVBoost:
         self.max_model_len = 2048
         self.capabilities = SimpleNamespace(path="paged")
 
-    def from_pretrained(self, path: str, **options: Any) -> FakeKVBoost:
-        self.loaded.append((path, options))
+    def from_pretrained(self, path_or_id: str, /, **options: Any) -> FakeKVBoost:
+        self.loaded.append((path_or_id, options))
         return self
 
     def chat(self, messages: Any, *, stream: bool, **arguments: Any) -> FakeStream:
@@ -130,7 +131,11 @@ def test_help_answers_at_once_without_torch() -> None:
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SRC)}, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        check=False,
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
@@ -145,7 +150,9 @@ def test_version() -> None:
     assert result.exit_code == 0 and result.stdout.strip() == f"kvboost {kvboost.__version__}"
 
 
-@pytest.mark.parametrize("arguments", [("run",), ("run", "m", "p", "--no-such-flag"), ("nonsense",), ("run", "m", "p", "--top-k", "x")])
+@pytest.mark.parametrize(
+    "arguments", [("run",), ("run", "m", "p", "--no-such-flag"), ("nonsense",), ("run", "m", "p", "--top-k", "x")]
+)
 def test_wrong_usage_exits_with_2(fake: FakeKVBoost, arguments: tuple[str, ...]) -> None:
     assert invoke(*arguments).exit_code == 2
     assert not fake.loaded
@@ -214,7 +221,12 @@ def test_run_prints_the_answer_alone_on_stdout(fake: FakeKVBoost) -> None:
         ([], "{}", "chat", [{"role": "user", "content": "Hi"}]),
         ([], None, "raw", "Hi"),
         (["--raw"], "{}", "raw", "Hi"),
-        (["--system", "Be brief."], "{}", "chat", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]),
+        (
+            ["--system", "Be brief."],
+            "{}",
+            "chat",
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+        ),
     ],
 )
 def test_run_uses_the_chat_template_when_there_is_one(
@@ -251,11 +263,13 @@ def test_ctrl_c_ends_run_with_130(fake: FakeKVBoost) -> None:
 def test_a_reader_that_leaves_is_no_error(fake: FakeKVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    with os.fdopen(writing, "w") as pipe:
-        monkeypatch.setattr(sys, "argv", ["kvboost", "run", "m", "Hi"])
-        monkeypatch.setattr(sys, "stdout", pipe)
-        with pytest.raises(SystemExit) as end:
-            main()
+    pipe = os.fdopen(writing, "w")
+    monkeypatch.setattr(sys, "argv", ["kvboost", "run", "m", "Hi"])
+    monkeypatch.setattr(sys, "stdout", pipe)
+    with pytest.raises(SystemExit) as end:
+        main()
+    with contextlib.suppress(BrokenPipeError):
+        pipe.close()
     assert end.value.code == 1 and fake.streams[0].closed and fake.closed
 
 
@@ -354,7 +368,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 def test_info_prints_a_table(described: list[tuple[str, bool]]) -> None:
     result = invoke("info", "some/model", "--no-load")
     assert described == [("some/model", False)]
-    assert re.search(r"kv bytes per token\s+23,040", result.stdout) and re.search(r"windows\s+24, 48", result.stdout)
+    assert re.search(r"KV bytes per token\s+23,040", result.stdout) and re.search(r"windows\s+24, 48", result.stdout)
     assert "nothing" not in result.stdout
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
 from scheduler_rig import SALTS, Rig
 
 LONG = os.environ.get("KVBOOST_LONG") == "1"
@@ -19,19 +21,26 @@ LONG = os.environ.get("KVBOOST_LONG") == "1"
 tokens = st.lists(st.integers(1, 2), min_size=1, max_size=20)
 small = st.integers(0, 7)
 
+TROUBLE = (
+    *["abort"] * 8, *["unpin"] * 3, *["step with abort"] * 2, "failing step", "failing step with abort", "forget cached"
+)  # fmt: skip
+
+TOTAL: Counter[str] = Counter()
+"""What the machine has done in all its examples; operations without the draining."""
+
 
 class SchedulerMachine(RuleBasedStateMachine):
     rig: Rig
 
     @initialize(
-        num_blocks=st.integers(2, 24), block_size=st.sampled_from([1, 2, 4]), max_num_seqs=st.integers(1, 8),
+        num_blocks=st.integers(4, 24), block_size=st.sampled_from([1, 2, 4]), max_num_seqs=st.integers(1, 8),
         budget=st.integers(1, 24), share=st.sampled_from([True, True, True, False]),
     )  # fmt: skip
     def start(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, share: bool) -> None:
         self.rig = Rig(num_blocks, block_size, max_num_seqs, budget, share=share)
 
     @rule(
-        suffix=tokens, like=small, keep=st.integers(0, 30), salt=st.sampled_from(SALTS), extra=st.integers(1, 9),
+        suffix=tokens, like=small, keep=st.integers(0, 30), salt=st.sampled_from(SALTS), extra=st.integers(1, 12),
         prefill_only=st.booleans(), pin=st.booleans(), prompt_logprobs=st.booleans(), copies=st.integers(1, 3),
     )  # fmt: skip
     def add(
@@ -50,42 +59,69 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.rig.step()
 
-    @rule(which=small)
-    def step_with_abort(self, which: int) -> None:
-        self.rig.step(abort=which)
+    @rule(question=tokens, like=small, turns=st.integers(1, 3), times=st.integers(0, 6))
+    def crowd(self, question: list[int], like: int, turns: int, times: int) -> None:
+        """A few continuations of one conversation, all at once, with long answers: a full pool."""
+        for turn in range(turns):
+            self.rig.add([*question, *[2] * turn], like=like, keep=30, extra=20)
+        for _ in range(times):
+            self.rig.step()
 
-    @rule(written=small, abort=st.none() | small)
-    def failing_step(self, written: int, abort: int | None) -> None:
-        self.rig.failing_step(written, abort=abort)
-
-    @rule(which=small)
-    def abort(self, which: int) -> None:
-        self.rig.abort(which)
-
-    @rule(which=small)
-    def unpin(self, which: int) -> None:
-        self.rig.unpin(which)
-
-    @rule()
-    def forget_cached(self) -> None:
-        self.rig.forget_cached()
+    # One rule for all that destroys: as rules of their own they would keep the pool empty.
+    @rule(what=st.sampled_from(TROUBLE), which=small, written=small)
+    def trouble(self, what: str, which: int, written: int) -> None:
+        if what == "abort":
+            self.rig.abort(which)
+        elif what == "unpin":
+            self.rig.unpin(which)
+        elif what == "step with abort":
+            self.rig.step(abort=which)
+        elif what == "failing step":
+            self.rig.failing_step(written)
+        elif what == "failing step with abort":
+            self.rig.failing_step(written, abort=which)
+        else:
+            self.rig.forget_cached()
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):
+            operations = self.rig.seen["operations"]
             self.rig.drain()
+            TOTAL.update({**self.rig.seen, "operations": operations})
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=2000 if LONG else 60, stateful_step_count=100 if LONG else 30, deadline=None, derandomize=not LONG,
+    max_examples=2400 if LONG else 60, stateful_step_count=60 if LONG else 30, deadline=None, derandomize=not LONG,
     suppress_health_check=list(HealthCheck), database=None,
 )  # fmt: skip
 TestSchedulerMachine = pytest.mark.timeout(1800)(TestSchedulerMachine)  # type: ignore[misc]
 
 
+def test_the_machine_reached_what_it_is_there_to_test() -> None:
+    """After the machine, in the same process; skipped when that was not run."""
+    if not TOTAL:
+        pytest.skip("the machine did not run here")
+    if LONG:
+        print(dict(TOTAL))
+    assert_reached(TOTAL, 200_000 if LONG else 1_500, 3)
+
+
+def assert_reached(seen: Counter[str], operations: int, times: int) -> None:
+    assert seen["operations"] >= operations
+    for event in (
+        "cached blocks", "preempted", "finished after a preemption", "shared in the same step", "failed steps",
+        "aborted", "pinned blocks", "unpinned", "done without compute", "refused",
+    ):  # fmt: skip
+        assert seen[event] >= times, f"hardly any {event}: {dict(seen)}"
+
+
 def random_operation(rig: Rig, rng: random.Random) -> None:
     """One operation; the mix keeps a queue of a few requests and a full pool."""
     choice = rng.random()
+    if choice < 0.08 and len(rig.requests) < 12:
+        rig.add(rng.choices([1, 2], k=rng.randint(1, 3)), like=-1, keep=30, extra=rng.randint(4, 25))
+        return
     if choice < 0.25 and len(rig.requests) < 12:
         prefill_only = rng.random() < 0.2
         arguments = dict(
@@ -117,21 +153,14 @@ def random_rig(rng: random.Random) -> Rig:
 @pytest.mark.timeout(1800)
 def test_long_random_runs_keep_every_invariant() -> None:
     operations, runs = (200_000, 200) if LONG else (6_000, 30)
-    seen = sum_of = None
+    seen: Counter[str] = Counter()
     for run in range(runs):
         rng = random.Random(run)
         rig = random_rig(rng)
-        for _ in range(operations // runs):
+        while rig.seen["operations"] < operations // runs:
             random_operation(rig, rng)
         rig.drain()
-        sum_of = rig.seen if seen is None else seen + rig.seen
-        seen = sum_of
-    assert seen is not None
+        seen.update(rig.seen)
     if LONG:
         print(dict(seen))
-    # The mix must reach what it is there to test.
-    for event in (
-        "cached blocks", "preempted", "finished after a preemption", "shared in the same step", "failed steps",
-        "aborted", "pinned blocks", "unpinned", "done without compute", "refused",
-    ):  # fmt: skip
-        assert seen[event] > 10, f"hardly any {event}: {dict(seen)}"
+    assert_reached(seen, operations, 10)

@@ -22,7 +22,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode, StopStringCriteria
 
 from kvboost.api.boost_loop import DecodingLoop
-from kvboost.api.boost_watch import has_adapters, has_foreign_hooks, weights_state
+from kvboost.api.boost_watch import Survey, has_adapters
 from kvboost.api.kvboost import KVBoost
 from kvboost.errors import InvalidRequest
 
@@ -49,12 +49,17 @@ def boost(model: Model, tokenizer: Any = None, **engine_options: Any) -> Model:
     engine. Raises `InvalidRequest` when `model` is no Transformers model, `UnsupportedModel`, `ConfigError`.
     """
     if not isinstance(model, PreTrainedModel):
-        raise InvalidRequest("model", f"got {type(model).__name__}; give a loaded Transformers model, or use KVBoost.from_pretrained().")
+        raise InvalidRequest(
+            "model", f"got {type(model).__name__}; give a loaded Transformers model, or use KVBoost.from_pretrained()."
+        )
     unboost(model)
     modes = [(module, module.training) for module in model.modules()]
     attention = model.config._attn_implementation
     try:
         kv = KVBoost.from_model(model, tokenizer, **engine_options)
+    except BaseException:
+        _restore_attention(model, attention)
+        raise
     finally:
         for module, training in modes:
             module.training = training
@@ -82,7 +87,7 @@ class _Patch:
         self._signature = inspect.signature(self._original)
         self._home = (model.device, model.dtype, os.getpid())
         self._lock = threading.Lock()
-        self._weights = weights_state(model)
+        self._weights = Survey.of(model).weights_state()
         self._said: set[str] = set()
 
     def apply(self) -> None:
@@ -98,8 +103,10 @@ class _Patch:
     def remove(self) -> None:
         """Idempotent."""
         self._kv.close()
+        if vars(self._model).get("kvboost") is not self._kv:
+            return  # someone kept an old `generate`; the model may have another engine by now
         for name in OURS:
-            vars(self._model).pop(name, None)
+            del vars(self._model)[name]
         if self._own_generate is not None:
             vars(self._model)["generate"] = self._own_generate
         _restore_attention(self._model, self._attention)
@@ -113,19 +120,18 @@ class _Patch:
         call = self._signature.bind(*args, **kwargs)
         given = call.arguments
         extra: dict[str, Any] = given.get("kwargs", {})
-        reason = self._unfit_model() or _unfit_arguments(given)
+        survey = Survey.of(self._model)
+        reason = self._unfit_model(survey) or _unfit_arguments(given)
         if reason is None:
             settings, model_kwargs = self._model._prepare_generation_config(
                 given.get("generation_config"), **{k: v for k, v in extra.items() if k not in NOT_FOR_THE_MODEL}
             )
-            reason = _unfit_settings(settings)
-            if reason is None:
-                self._model._validate_model_kwargs(model_kwargs.copy())  # a misspelt name raises here
-                reason = _unfit_model_kwargs(model_kwargs)
+            reason = _unfit_settings(settings) or _unfit_model_kwargs(model_kwargs)
         if reason is not None:
+            answer = self._original(*args, **kwargs)  # a misspelt name raises here
             self._say(reason)
-            return self._original(*args, **kwargs)
-        self._forget_if_weights_changed()
+            return answer
+        self._forget_if_weights_changed(survey)
         call.arguments["kwargs"] = extra = dict(extra)
         if settings.cache_implementation is not None:
             extra["cache_implementation"] = None
@@ -136,12 +142,16 @@ class _Patch:
             matching = StopStringCriteria(stop_strings=settings.stop_strings, tokenizer=tokenizer)
             given["stopping_criteria"] = StoppingCriteriaList([*(given.get("stopping_criteria") or ()), matching])
         loop = DecodingLoop(
-            self._kv, given.get("streamer"), given.get("prefix_allowed_tokens_fn"), given.get("logits_processor"), self._say
+            self._kv,
+            given.get("streamer"),
+            given.get("prefix_allowed_tokens_fn"),
+            given.get("logits_processor"),
+            self._say,
         )
         given["custom_generate"] = loop.decode
         return self._original(*call.args, **call.kwargs)
 
-    def _unfit_model(self) -> str | None:
+    def _unfit_model(self, survey: Survey) -> str | None:
         """Why the model, as it stands now, cannot be run by the engine."""
         model = self._model
         device, dtype, pid = self._home
@@ -157,14 +167,14 @@ class _Patch:
             return "its class has a generate() of its own"
         if has_adapters(model):
             return "adapters are loaded"
-        if has_foreign_hooks(model):
+        if survey.foreign_hooks:
             return "forward hooks are registered"
         return None
 
-    def _forget_if_weights_changed(self) -> None:
+    def _forget_if_weights_changed(self, survey: Survey) -> None:
         """KV that other weights have computed is never used."""
         with self._lock:
-            now = weights_state(self._model)
+            now = survey.weights_state()
             if now != self._weights:
                 self._kv.reset_cache()
                 self._weights = now

@@ -64,7 +64,9 @@ class DecodingLoop:
         keep_logits = bool(generation_config.return_dict_in_generate and generation_config.output_logits)
         sampling = None if keep_scores or keep_logits else native_sampling(logits_processor, mask is not None)
         eos = [c for c in stopping_criteria if type(c) is EosTokenCriteria]
-        others = StoppingCriteriaList(c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria))
+        others = StoppingCriteriaList(
+            c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
+        )
         rows = [
             Row(
                 padding=input_ids[i : i + 1, : input_ids.shape[1] - len(prompt)],
@@ -122,9 +124,7 @@ class _Call:
     def extend(self, prompts: list[list[int]], outputs: list[list[int]], length: int) -> list[list[int]]:
         """Let shorter outputs grow to `length` tokens, whatever they hold."""
         short = [i for i, output in enumerate(outputs) if len(output) < length]
-        requests = [
-            self._request(i, prompts[i] + outputs[i], frozenset(), length - len(outputs[i])) for i in short
-        ]
+        requests = [self._request(i, prompts[i] + outputs[i], frozenset(), length - len(outputs[i])) for i in short]
         for i, more in zip(short, self._kv.run(requests) if requests else [], strict=True):
             outputs[i] = outputs[i] + more
         self._raise_row_errors()

@@ -71,8 +71,9 @@ class TokenStream(Iterator[StreamPiece]):
         self._progress = _Progress(engine, prompt, requests)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._progress.connect(self._events.put)
-        self._over = False
+        self._over = True  # until the engine has them: refused requests need no abort
         engine.submit(requests)
+        self._over = False
 
     def __next__(self) -> StreamPiece:
         if self._over:
@@ -107,7 +108,11 @@ async def stream_async(engine: Engine, prompt: str | None, requests: list[Reques
     progress = _Progress(engine, prompt, requests)
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[Event] = asyncio.Queue()
-    progress.connect(lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
+
+    def put(event: Event) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    progress.connect(put)
     engine.submit(requests)
     try:
         while not progress.finished:

@@ -107,7 +107,9 @@ class DataFolder:
             prefix += frame.encode(f"File: {row['path']}\n\n{row['text']}\n\n")
             if len(prefix) >= REQUESTS_FILES_TOKENS:
                 prefix = prefix[:REQUESTS_FILES_TOKENS]
-                yield PrefixWorkload("requests", [prefix + frame.question(q) for q in texts.DATA_QUESTIONS], len(prefix))
+                yield PrefixWorkload(
+                    "requests", [prefix + frame.question(q) for q in texts.DATA_QUESTIONS], len(prefix)
+                )
                 prefix = frame.prefix([])
 
 

@@ -173,7 +173,9 @@ def _of_folder(data: Any, name: str, known: tuple[str, ...]) -> Any:
     if name not in known:
         raise ConfigError("workload", f"got {name!r}; this bench has: {', '.join(known)}.")
     if data is None:
-        raise ConfigError("data", f"workload {name} reads files that are not part of KVBoost. Give their folder: --data DIR")
+        raise ConfigError(
+            "data", f"workload {name} reads files that are not part of KVBoost. Give their folder: --data DIR"
+        )
     return data
 
 
@@ -191,6 +193,8 @@ def _remark(number: int) -> str:
 
 
 def _own(frame: Frame, number: int, tokens: int) -> list[int]:
+    """At least four tokens of text, also where the chat template alone needs more than the shortest request."""
+    tokens = max(tokens, len(frame.between) + len(frame.after) + 4)
     return frame.exact_question(f"Card {number + 1}: {_remark(number)}", tokens)
 
 

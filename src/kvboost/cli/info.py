@@ -10,6 +10,8 @@ import typer
 
 from kvboost.cli.options import ModelArgument
 
+SPELLED = {"kv": "KV", "gib": "GiB"}
+
 
 def info(
     model: ModelArgument,
@@ -48,8 +50,13 @@ def _print_table(facts: dict[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         if value is not None:
-            table.add_row(name.replace("_", " "), _readable(value))
+            table.add_row(_label(name), _readable(value))
     Console().print(table)
+
+
+def _label(name: str) -> str:
+    """A field's name as words: `kv_gib_at_max_length` reads `KV GiB at max length`."""
+    return " ".join(SPELLED.get(word, word) for word in name.split("_"))
 
 
 def _readable(value: Any) -> str:

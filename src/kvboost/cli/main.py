@@ -13,6 +13,7 @@ from kvboost.cli.bench import bench_app
 from kvboost.cli.chat import chat
 from kvboost.cli.demo import demo
 from kvboost.cli.info import info
+from kvboost.cli.options import SectionedCommand
 from kvboost.cli.run import run
 from kvboost.errors import KVBoostError
 
@@ -22,6 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -41,10 +43,10 @@ def root(
     """Run Hugging Face language models; what was computed once is found again."""
 
 
-app.command("demo")(demo)
-app.command("run")(run)
-app.command("chat")(chat)
-app.command("info")(info)
+app.command("demo", cls=SectionedCommand)(demo)
+app.command("run", cls=SectionedCommand)(run)
+app.command("chat", cls=SectionedCommand)(chat)
+app.command("info", cls=SectionedCommand)(info)
 app.add_typer(bench_app, name="bench")
 
 
@@ -59,10 +61,6 @@ def main() -> None:
         if os.environ.get("KVBOOST_DEBUG", "0") not in ("", "0"):
             raise
         _print_error(str(error))
-        sys.exit(1)
-    except BrokenPipeError:
-        # The reader has gone (`kvboost run ... | head -1`); nothing may be flushed into the pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+import typer.core
 
 from kvboost.config import EngineConfig
 
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 ENGINE_PANEL = "Engine"
 SAMPLING_PANEL = "Sampling (default: what the model's generation_config says)"
-MODEL_PANEL = "Model"
+MODEL_PANEL = "Loading"
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="A model directory, a .gguf file, a Hub id, or smollm2.", show_default=False),
+    typer.Argument(help="A model directory, a .gguf file, a Hub id, or smollm2.", show_default=False),
 ]
 
 SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = {
@@ -44,9 +45,27 @@ MODEL_OPTIONS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+class SectionedCommand(typer.core.TyperCommand):
+    """A command whose help shows its flags whole and under headings, however narrow the terminal."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                heading = getattr(parameter, "rich_help_panel", None) or (
+                    "Arguments" if parameter.param_type_name == "argument" else "Options"
+                )
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
 def _keyword(name: str, annotation: Any, default: Any, help_text: str, panel: str) -> inspect.Parameter:
     """One flag. Typer names it `--like-this`; a bool also gets `--no-like-this`."""
-    option = typer.Option(help=help_text, rich_help_panel=panel, show_default=default is not None)
+    metavar = "TEXT" if "str" in str(annotation) else None
+    option = typer.Option(metavar=metavar, help=help_text, rich_help_panel=panel, show_default=default is not None)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, option]
     )

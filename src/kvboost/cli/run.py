@@ -21,9 +21,7 @@ INTERRUPTED = 130
 @with_model_options(sampling=True)
 def run(
     model: ModelArgument,
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="Default: read from standard input.", show_default=False)
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Default: read from standard input.", show_default=False)] = None,
     chat: Annotated[
         bool | None,
         typer.Option(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from kvboost.engine import sampler
 from kvboost.engine.outputs import RequestOutput, TokenLogprobs
@@ -142,25 +143,36 @@ class Engine:
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def _loop(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._inbox.requests or self._inbox.commands or self._closing or self._scheduler.has_work()):
-                    self._changed.wait()
-                if self._closing:
-                    break
-                commands, self._inbox.commands = self._inbox.commands, deque()
-                arrived, self._inbox.requests = self._inbox.requests, deque()
-                for request in arrived:
-                    self._scheduler.add(request)
-                self._num_waiting = len(self._scheduler.waiting)
-            for command in commands:
-                command()
-            if self._scheduler.has_work():
-                self._step()
-                self._note_waiting()
-        self._abort_everything()
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+        except BaseException:
+            log.exception("the engine thread ended; every request is aborted")
+            raise
+        finally:
+            self._closing = True  # whatever ended the loop: nobody may wait for it any more
+            self._abort_everything()
+
+    def _turn(self) -> bool:
+        """Take what arrived, run commands, run one step. False when the engine is closing."""
+        with self._changed:
+            while not (self._inbox.requests or self._inbox.commands or self._closing or self._scheduler.has_work()):
+                self._changed.wait()
+            if self._closing:
+                return False
+            commands, self._inbox.commands = self._inbox.commands, deque()
+            arrived, self._inbox.requests = self._inbox.requests, deque()
+            for request in arrived:
+                self._scheduler.add(request)
+            self._num_waiting = len(self._scheduler.waiting)
+        for command in commands:
+            command()
+        if self._scheduler.has_work():
+            self._step()
+        self._note_waiting()
+        return True
 
     def _note_waiting(self) -> None:
         """Tell blocked submitters when the queue got shorter."""
@@ -171,7 +183,7 @@ class Engine:
                 self._changed.notify_all()
 
     def _step(self) -> None:
-        plan = StepPlan()
+        plan: StepPlan | None = None
         try:
             plan = self._scheduler.schedule()
             now = time.perf_counter()
@@ -181,20 +193,35 @@ class Engine:
             if plan.work:
                 logits = self._runner.run(plan.work)
                 self._read_prompt_logprobs(logits)
-                sampled = (
-                    sampler.sample(logits.sampled, [_row(r) for r in logits.requests]) if logits.requests else None
-                )
                 self._scheduler.commit(plan)
-                if sampled is not None:
-                    self._deliver(logits.requests, sampled)
+                self._sample(logits.requests, logits.sampled)
             for work in plan.work:
                 if work.request.prefill_only and work.request.remaining == 0:
                     self._finish(work.request, "stop")
             for request in plan.done:
                 self._finish(request, "stop")
         except Exception as error:
-            log.exception("a step failed; its %d requests end with an error", len(plan.work))
+            log.exception("a step failed; its requests end with an error")
             self._fail(plan, error)
+
+    def _sample(self, requests: Sequence[Request], logits: Tensor) -> None:
+        """Pick and deliver a token for each request; those for which none can be picked end with the error, alone."""
+        if not requests:
+            return
+        try:
+            sampled = sampler.sample(logits, [_row(r) for r in requests])
+        except sampler.SampleError as error:
+            bad = set(error.rows)
+            if not bad:
+                raise
+            for i in sorted(bad):
+                # NaN in a slot would outlive the request: padded attention multiplies it by a weight of zero.
+                self._runner.clear(self._scheduler.discard(requests[i]))
+            self._end_with_error([requests[i] for i in sorted(bad)], error)
+            good = [i for i in range(len(requests)) if i not in bad]
+            self._sample([requests[i] for i in good], logits[good])
+        else:
+            self._deliver(requests, sampled)
 
     def _deliver(self, requests: Sequence[Request], sampled: sampler.Sampled) -> None:
         now = time.perf_counter()
@@ -224,17 +251,21 @@ class Engine:
         self._scheduler.finish(request, reason)
         _emit(request, RequestOutput([], text, None, time.perf_counter(), reason))
 
-    def _fail(self, plan: StepPlan, error: Exception) -> None:
-        """End the step's requests with an error. When planning itself broke, every request goes: none can be trusted."""
-        failed = self._scheduler.fail(plan)
-        if not plan.work:
+    def _fail(self, plan: StepPlan | None, error: Exception) -> None:
+        """End the step's requests with an error. When planning itself broke, every request goes, and all stored KV."""
+        if plan is not None:
+            failed = self._scheduler.fail(plan)
+        else:
             failed = [*self._scheduler.running, *self._scheduler.waiting]
-            for request in failed:
-                self._scheduler.finish(request, "error")
+            self._scheduler.forget_cached()
         told = EngineStepError(f"the step that computed this request failed: {type(error).__name__}: {error}")
         told.__cause__ = error
-        for request in failed:
-            _emit(request, RequestOutput([], "", None, time.perf_counter(), "error", None, told))
+        self._end_with_error(failed, told)
+
+    def _end_with_error(self, requests: Sequence[Request], error: EngineStepError) -> None:
+        for request in requests:
+            self._scheduler.finish(request, "error")
+            _emit(request, RequestOutput([], "", None, time.perf_counter(), "error", None, error))
 
     def _abort_everything(self) -> None:
         with self._changed:

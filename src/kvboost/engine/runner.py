@@ -53,6 +53,11 @@ class Runner:
         # In plan order: a twin reads blocks that an earlier sequence of this step has just written.
         return _merge([self._run_alone(w) for w in work])
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Make the slots of these blocks zeros again."""
+        if blocks:
+            self._pool.slabs[list(blocks)] = 0
+
     def _run_packed(self, work: Sequence[Work]) -> StepLogits:
         ids: list[int] = []
         positions: list[int] = []

@@ -24,7 +24,8 @@ class SamplingParams:
 
     temperature: 0 is greedy. top_k: 0 or -1 keeps all. seed: same seed, same tokens, whatever else runs.
     max_tokens: None means up to `max_model_len`. min_tokens: no EOS and no stop token before this many.
-    stop: strings that end the text (left out of it unless `include_stop_str_in_output`).
+    stop: strings that end the text (left out of it unless `include_stop_str_in_output`). None is read as no stop, as
+    in stop_token_ids and bad_words; lists become tuples.
     logit_bias: `{token_id: added to its logit}`. allowed_token_ids: nothing else is ever picked.
     bad_words: strings that must not appear. logprobs / prompt_logprobs: alternatives per token (0: only the
     token itself). Log-probabilities are those of the raw model output, before penalties and temperature.
@@ -43,13 +44,13 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: tuple[str, ...] | Sequence[str] | str | None = ()
-    stop_token_ids: tuple[int, ...] | Sequence[int] | None = ()
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | Sequence[int] | None = None
-    bad_words: tuple[str, ...] | Sequence[str] | None = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -109,10 +110,10 @@ class SamplingParams:
         return replace(self, **changes)
 
 
-def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
+def _checked_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
     checked = {}
     for token, value in bias.items():
-        if isinstance(token, str) and token.isdigit():  # JSON objects have string keys
+        if isinstance(token, str) and token.isdecimal():  # JSON objects have string keys
             token = int(token)
         _whole("logit_bias", token, 0, None)
         _number("logit_bias", value, -100.0, 100.0)

@@ -1,7 +1,7 @@
 """Which tokens are computed in the next step, and whose KV gives way. Policy: plain Python, no torch.
 
 There is no prefill phase and no decode phase, only token counts under one budget: running sequences that need one
-token first, then unfinished prompts in chunks, then waiting prompts in the order they came.
+token first, then the unfinished prompt, in chunks, then waiting prompts in the order they came.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class CacheCounters:
 class Scheduler:
     """Orders requests and owns their blocks.
 
-    Invariants: a request is in `waiting` or in `running` or finished; only running requests own blocks; the oldest
-    running request makes progress in every step, so nothing starves.
+    Invariants: a request is in `waiting` or in `running` or finished; only running requests own blocks; `running`
+    followed by `waiting` is the order in which they came; only the last of `running` may be a prompt under way; the
+    oldest makes progress in every step, so nothing starves.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -93,6 +94,15 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         self.counters.finished_requests += 1
 
+    def discard(self, request: Request) -> list[int]:
+        """End a request whose KV cannot be trusted. Returns the blocks it wrote that nobody else holds, forgotten."""
+        own = request.blocks[(request.cached_tokens or 0) // self.block_size :]
+        self.finish(request, "error")
+        unheld = [block for block in own if self.pool.is_free(block)]
+        for block in unheld:
+            self.pool.forget(block)
+        return unheld
+
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
@@ -124,27 +134,26 @@ class Scheduler:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan the next step and allocate its blocks. Follow with `commit` or `fail`."""
+        """Plan the next step and allocate its blocks. Follow with `commit` or `fail`.
+
+        Requests are served in the order they run, so that only younger ones give way. Those that decode come before the
+        prompt under way, if there is one: whoever is admitted after a prompt is admitted when it is complete.
+        """
         plan = StepPlan()
         budget = self.max_num_batched_tokens
-        scheduled: set[int] = set()
-        decoding = [r for r in self.running if r.remaining == 1]
-        for request in decoding:
-            if budget == 0:
-                break
-            if request.status is Status.RUNNING and self._grow(request, 1, scheduled, plan):
-                self._plan(plan, request, 1)
-                scheduled.add(id(request))
-                budget -= 1
-        for request in [r for r in self.running if r.remaining > 1]:
+        room = True
+        for request in list(self.running):
+            if request.status is not Status.RUNNING or request.remaining == 0:
+                continue
             count = min(request.remaining, budget)
             if count == 0:
                 break
-            if request.status is Status.RUNNING and self._grow(request, count, scheduled, plan):
-                self._plan(plan, request, count)
-                scheduled.add(id(request))
-                budget -= count
-        if not plan.preempted:
+            room = self._grow(request, count, plan)
+            if not room:
+                break  # it was the youngest that still ran
+            self._plan(plan, request, count)
+            budget -= count
+        if room and not plan.preempted:
             self._admit(plan, budget)
         self.counters.steps += 1
         return plan
@@ -185,19 +194,18 @@ class Scheduler:
         for i in range(start // self.block_size, end // self.block_size):
             self.pool.name(request.blocks[i], request.keys[i])
 
-    def _grow(self, request: Request, count: int, scheduled: set[int], plan: StepPlan) -> bool:
+    def _grow(self, request: Request, count: int, plan: StepPlan) -> bool:
         """Make room for `count` more tokens, preempting younger requests if need be. False: not in this step."""
         need = self.blocks_for(request.num_computed + count) - len(request.blocks)
         while need > self.pool.num_free:
-            victim = next((r for r in reversed(self.running) if id(r) not in scheduled), request)
-            if victim is request and scheduled:
-                # Older sequences go on without it; as a prompt it keeps what it has, as a decoder it gives way.
-                if request.remaining > 1:
-                    return False
-                self._preempt(request, plan)
-                return False
+            victim = self.running[-1]
             if victim is request:
-                raise AssertionError(f"request {request.id} alone does not fit the pool")
+                if request is self.running[0]:
+                    raise AssertionError(f"request {request.id} alone does not fit the pool")
+                # Older sequences go on without it; as a prompt it keeps what it has, as a decoder it gives way.
+                if request.remaining == 1:
+                    self._preempt(request, plan)
+                return False
             self._preempt(victim, plan)
         request.blocks.extend(self.pool.allocate() for _ in range(need))
         return True

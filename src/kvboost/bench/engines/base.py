@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvboost.models.loading import load_model, load_tokenizer, locate, resolve_device
+from kvboost.models.loading import load_config, load_model, load_tokenizer, locate, resolve_device
 
 
 @dataclass(frozen=True)
@@ -65,26 +65,43 @@ class BenchEngine(Protocol):
 class ModelSource:
     """The model under test. `model` is loaded on first use and shared by all Transformers engines."""
 
-    def __init__(self, path: str, dtype: str = "auto", device: str = "auto", **engine_options: Any) -> None:
-        self.path = path
+    def __init__(
+        self,
+        model_path: str,
+        dtype: str = "auto",
+        device: str = "auto",
+        tokenizer: str | None = None,
+        **engine_options: Any,
+    ) -> None:
+        self.path = model_path
         self.dtype = dtype
         self.device = resolve_device(device)
         self.engine_options = engine_options
-        self._source = locate(path)
+        self._source = locate(model_path)
+        self._tokenizer_source = self._source if tokenizer is None else locate(tokenizer)
+        self._eos_ids: list[int] = []
 
     @cached_property
     def tokenizer(self) -> Any:
-        return load_tokenizer(self._source)
+        return load_tokenizer(self._tokenizer_source)
+
+    @cached_property
+    def config(self) -> Any:
+        return load_config(self._source)
 
     @cached_property
     def model(self) -> Any:
-        return load_model(self._source, self.dtype, self.device)
+        """Its generation_config has no EOS: Transformers would put it back into every call that wants to go on."""
+        model = load_model(self._source, self.dtype, self.device)
+        eos = model.generation_config.eos_token_id
+        self._eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        model.generation_config.eos_token_id = None
+        return model
 
     @property
     def eos_ids(self) -> list[int]:
-        """Ids that end an answer, from generation_config."""
-        eos = self.model.generation_config.eos_token_id
-        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        """Ids that end an answer, from the model's generation_config."""
+        return self._eos_ids if self.model is not None else []
 
 
 def synchronize(device: torch.device) -> None:

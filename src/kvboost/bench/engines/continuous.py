@@ -11,14 +11,16 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from kvboost.bench.engines.base import Answer, Batch, ModelSource
-from kvboost.bench.engines.transformers import NO_EOS
 from kvboost.errors import EngineStepError
 
 CPU_TOKENS = 40_960
 """KV slots on a CPU, where Transformers cannot size its pool by itself: 64 sequences of 640 tokens."""
 
+NO_EOS = -1
+"""An EOS id that is never sampled, so that the manager makes the number of tokens it is asked for."""
+
 PAGE_TOKENS = 256
-"""Transformers' own default; smaller pages were slower and found no more of these prefixes."""
+"""Transformers' own default."""
 
 TIMEOUT_S = 600
 
@@ -30,7 +32,9 @@ class ContinuousBatchingEngine:
         # Its attention implementation is set on the model, so it gets module objects of its own over the same weights.
         self._model = shared_copy(source.model)
         self._eos_ids = source.eos_ids
-        config = GenerationConfig(do_sample=False, eos_token_id=NO_EOS, pad_token_id=self._eos_ids[0] if self._eos_ids else 0)
+        config = GenerationConfig(
+            do_sample=False, eos_token_id=NO_EOS, pad_token_id=self._eos_ids[0] if self._eos_ids else 0
+        )
         options: dict[str, Any] = {}
         if source.device.type == "cpu":
             names = {f.name for f in dataclasses.fields(ContinuousBatchingConfig)}

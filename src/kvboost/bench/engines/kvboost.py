@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from kvboost.api.kvboost import KVBoost
 from kvboost.bench.engines.base import Answer, Batch, ModelSource
@@ -14,7 +15,7 @@ class KVBoostEngine:
 
     def __init__(self, source: ModelSource) -> None:
         self._llm = KVBoost.from_pretrained(
-            source.path, dtype=source.dtype, device=source.device, **source.engine_options
+            source.path, dtype=source.dtype, device=source.device, tokenizer=source.tokenizer, **source.engine_options
         )
 
     def generate(self, ids: list[int], max_new_tokens: int, ignore_eos: bool = True) -> Answer:
@@ -40,9 +41,13 @@ class KVBoostEngine:
         return self._llm.stats()
 
     @property
+    def model(self) -> Any:
+        return self._llm.model
+
+    @property
     def slot_bytes(self) -> int:
         """Device bytes of one token slot, K and V of all layers."""
-        return self._llm.built.layout.slab_bytes // self._llm.built.layout.block_size
+        return self._llm.built.layout.bytes_per_token
 
     @property
     def max_model_len(self) -> int:

@@ -51,7 +51,9 @@ class OpenAIEngine:
             answers = list(pool.map(lambda ids: self.generate(ids, max_new_tokens), prompts))
         total = time.perf_counter() - start
         cached = [a.cached_tokens for a in answers if a.cached_tokens is not None]
-        return Batch([a.token_ids for a in answers], total, sum(a.output_tokens for a in answers), "a connection each", cached)
+        return Batch(
+            [a.token_ids for a in answers], total, sum(a.output_tokens for a in answers), "a connection each", cached
+        )
 
     def close(self) -> None:
         pass
@@ -70,7 +72,8 @@ class OpenAIEngine:
         start = time.perf_counter()
         times: list[float] = []
         output: list[int] = []
-        text, usage = "", {}
+        text = ""
+        usage: dict[str, Any] = {}
         connection, response = self._request("POST", "/completions", body)
         try:
             for event in _events(response):

@@ -14,9 +14,6 @@ from transformers.generation.streamers import BaseStreamer
 from kvboost.bench.engines.base import Answer, Batch, ModelSource, synchronize
 from kvboost.bench.workloads import common_prefix
 
-NO_EOS = -1
-"""An EOS id that is never sampled. None would be replaced by the model's own."""
-
 
 class _Clock(BaseStreamer):
     """Notes when each token arrives; Transformers puts the prompt first."""
@@ -45,7 +42,7 @@ class TransformersEngine:
         self.model = source.model
         self._eos_ids = source.eos_ids
         self._pad = self._eos_ids[0] if self._eos_ids else 0
-        self._config = _greedy(self.model.generation_config)
+        self._config = _greedy(self.model.generation_config, self._pad)
         # Transformers renamed the argument in 5.2x; the old name is accepted with a warning for now.
         self._cache_name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
@@ -89,15 +86,14 @@ class TransformersEngine:
     ) -> list[list[int]]:
         """Prompt and answer of each row, [rows][tokens]."""
         device = self.model.device
-        eos = NO_EOS if ignore_eos or not self._eos_ids else self._eos_ids
+        config = copy.copy(self._config)
+        config.max_new_tokens = max_new_tokens
+        config.eos_token_id = None if ignore_eos else self._eos_ids or None
         with torch.inference_mode():
             rows = self.model.generate(
                 torch.tensor(ids, device=device),
                 attention_mask=torch.tensor(mask, device=device),
-                generation_config=self._config,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=eos,
-                pad_token_id=self._pad,
+                generation_config=config,
                 streamer=streamer,
                 **({} if cache is None else {self._cache_name: cache}),
             )
@@ -145,7 +141,9 @@ class PkvEngine(TransformersEngine):
         prefix = prompts[0][:shared]
         with torch.inference_mode():
             # The body without the head: the prefix needs no logits.
-            self.model.base_model(torch.tensor([prefix], device=self.model.device), use_cache=True, **{self._cache_name: cache})
+            self.model.base_model(
+                torch.tensor([prefix], device=self.model.device), use_cache=True, **{self._cache_name: cache}
+            )
             cache.batch_repeat_interleave(len(prompts))
         own, own_mask = left_padded([p[shared:] for p in prompts], self._pad)
         ids = [prefix + row for row in own]
@@ -173,7 +171,7 @@ def left_padded(prompts: list[list[int]], pad: int) -> tuple[list[list[int]], li
     return ids, mask
 
 
-def _greedy(config: Any) -> Any:
+def _greedy(config: Any, pad: int) -> Any:
     """The model's generation_config with sampling off, so that only the likeliest token is ever taken."""
     config = copy.deepcopy(config)
     config.do_sample = False
@@ -181,4 +179,5 @@ def _greedy(config: Any) -> Any:
         if hasattr(config, name):
             setattr(config, name, None)
     config.max_length = None
+    config.pad_token_id = pad
     return config
