@@ -121,6 +121,22 @@ def test_too_long_prompts_say_how_long_is_allowed(tiny: KVBoost) -> None:
     assert (len(result.token_ids), result.finish_reason) == (2, "length")
 
 
+def test_pinned_blocks_leave_less_room_and_say_so(tiny: KVBoost) -> None:
+    small = KVBoost.from_model(tiny.model, tiny.tokenizer, num_blocks=16)
+    pinned = small.warm(list(range(10, 138)), pin=True)
+    assert pinned.pinned_blocks == 8
+    answer = small.generate([9] * 100, max_new_tokens=100, temperature=0, ignore_eos=True)
+    assert (len(answer.token_ids), answer.finish_reason) == (28, "length")
+    with pytest.raises(PromptTooLong, match="pinned"):
+        small.generate([8] * 130, **GREEDY)
+    assert small.generate(list(range(10, 138)), **GREEDY).usage.cached_tokens == 112
+    pinned.unpin()
+    pinned.unpin()
+    assert len(small.generate([8] * 130, max_new_tokens=2, temperature=0, ignore_eos=True).token_ids) == 2
+    small.check()
+    small.close()
+
+
 @pytest.mark.parametrize(
     ("messages", "field"),
     [

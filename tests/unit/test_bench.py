@@ -32,7 +32,7 @@ class Letters:
     def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [min(ord(c), 127) for c in text]}
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: list[int], **_: bool) -> str:
         return "".join(map(chr, ids))
 
     def apply_chat_template(self, messages, tokenize=True, add_generation_prompt=False, tools=None):
@@ -149,8 +149,9 @@ def test_all_engines_make_the_same_tokens(engines, frame: Frame) -> None:
             assert len(answer.token_times_s) == answer.output_tokens == 6
             assert answer.token_times_s == sorted(answer.token_times_s)
             assert 0 < answer.token_times_s[-1] <= answer.total_s
-    assert answers["transformers-pkv"][1].cached_tokens == 300
-    assert answers["kvboost"][1].cached_tokens == 288  # whole blocks of 16
+    shared = workloads.common_prefix(prompts[0], prompts[1])
+    assert answers["transformers-pkv"][1].cached_tokens == shared >= 300
+    assert answers["kvboost"][1].cached_tokens == shared // 16 * 16
     assert answers["transformers"][1].cached_tokens == 0
 
 

@@ -27,7 +27,7 @@ from kvboost.engine.runner import Runner, StepLogits
 from kvboost.engine.scheduler import Scheduler, StepPlan
 from kvboost.engine.stats import EngineStats, read_stats
 from kvboost.engine.stopping import ends_after
-from kvboost.errors import EngineBusy, EngineClosed, EngineStepError
+from kvboost.errors import EngineBusy, EngineClosed, EngineStepError, KVBoostError, PromptTooLong
 
 log = logging.getLogger("kvboost")
 T = TypeVar("T")
@@ -167,12 +167,22 @@ class Engine:
             for request in arrived:
                 self._scheduler.add(request)
             self._num_waiting = len(self._scheduler.waiting)
+        for request in arrived:
+            self._require_room(request)
         for command in commands:
             command()
         if self._scheduler.has_work():
             self._step()
         self._note_waiting()
         return True
+
+    def _require_room(self, request: Request) -> None:
+        """Pinned blocks may have left less than the pool's size: shorten the answer, or refuse the prompt."""
+        room = self._scheduler.room_for(request)
+        request.max_total_tokens = min(request.max_total_tokens, room)
+        if request.num_prompt + (not request.prefill_only) > room:
+            self._end_with_error([request], PromptTooLong("prompt", f"has {request.num_prompt} tokens; {room} are left "
+                                 "beside the pinned blocks. Unpin some, or raise the KV memory."))  # fmt: skip
 
     def _note_waiting(self) -> None:
         """Tell blocked submitters when the queue got shorter."""
@@ -262,7 +272,7 @@ class Engine:
         told.__cause__ = error
         self._end_with_error(failed, told)
 
-    def _end_with_error(self, requests: Sequence[Request], error: EngineStepError) -> None:
+    def _end_with_error(self, requests: Sequence[Request], error: KVBoostError) -> None:
         for request in requests:
             self._scheduler.finish(request, "error")
             _emit(request, RequestOutput([], "", None, time.perf_counter(), "error", None, error))

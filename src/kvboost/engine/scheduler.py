@@ -76,7 +76,7 @@ class Scheduler:
     # -- coming and going ------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. The caller has checked that it fits the pool (`blocks_for`, `usable_blocks`)."""
+        """Queue a request. The caller has checked that it fits the pool (`room_for`)."""
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -111,12 +111,23 @@ class Scheduler:
 
     @property
     def usable_blocks(self) -> int:
-        """Blocks one request can have when nothing else runs."""
+        """Blocks one request can have when nothing else runs and it shares nothing."""
         return self.pool.num_blocks - self.num_pinned
+
+    def room_for(self, request: Request) -> int:
+        """Tokens the request can grow to when nothing else runs: what is not pinned, and pinned blocks it shares."""
+        blocks = self.pool.num_blocks
+        if self.pinned:
+            pinned = self._pinned_blocks()
+            blocks -= len(pinned) - len(pinned.intersection(self._find(request)))
+        return blocks * self.block_size
 
     @property
     def num_pinned(self) -> int:
-        return len({block for blocks in self.pinned.values() for block in blocks})
+        return len(self._pinned_blocks())
+
+    def _pinned_blocks(self) -> set[int]:
+        return {block for blocks in self.pinned.values() for block in blocks}
 
     def unpin(self, pin_id: str) -> None:
         """Let go of the blocks pinned under the id of a request; unknown ids are ignored."""
