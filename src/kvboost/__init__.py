@@ -10,6 +10,7 @@ _EXPORTS = {
     "KVBoost": "kvboost.api.kvboost",
     "LLM": "kvboost.api.llm",
     "boost": "kvboost.api.boost",
+    "unboost": "kvboost.api.boost",
     "SamplingParams": "kvboost.engine.sampling_params",
     "EngineConfig": "kvboost.config",
     "GenerationResult": "kvboost.api.results",
@@ -28,6 +29,7 @@ __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
     from kvboost.api.boost import boost as boost
+    from kvboost.api.boost import unboost as unboost
     from kvboost.api.kvboost import KVBoost as KVBoost
     from kvboost.api.llm import LLM as LLM
     from kvboost.api.results import GenerationResult as GenerationResult
@@ -35,13 +37,29 @@ if TYPE_CHECKING:
     from kvboost.engine.sampling_params import SamplingParams as SamplingParams
     from kvboost.errors import (
         ConfigError as ConfigError,
+    )
+    from kvboost.errors import (
         EngineBusy as EngineBusy,
+    )
+    from kvboost.errors import (
         EngineClosed as EngineClosed,
+    )
+    from kvboost.errors import (
         EngineStepError as EngineStepError,
+    )
+    from kvboost.errors import (
         InvalidRequest as InvalidRequest,
+    )
+    from kvboost.errors import (
         KVBoostError as KVBoostError,
+    )
+    from kvboost.errors import (
         ModelLoadError as ModelLoadError,
+    )
+    from kvboost.errors import (
         PromptTooLong as PromptTooLong,
+    )
+    from kvboost.errors import (
         UnsupportedModel as UnsupportedModel,
     )
 

@@ -58,18 +58,18 @@ def smol() -> Iterator[Both]:
 
 def test_questions_about_one_context(smol: Both) -> None:
     shared = len(smol.tokenizer(CONTEXT)["input_ids"]) // 16 * 16
-    smol.same([f"{CONTEXT}\n\n{QUESTIONS[0]}\n"], max_new_tokens=24, do_sample=False)
+    smol.same([f"{CONTEXT}\n\n{QUESTIONS[0]}\n"], max_new_tokens=12, do_sample=False)
     before = smol.ours.kvboost.stats()
-    smol.same([f"{CONTEXT}\n\n{question}\n" for question in QUESTIONS[1:]], max_new_tokens=24, do_sample=False)
+    smol.same([f"{CONTEXT}\n\n{question}\n" for question in QUESTIONS[1:]], max_new_tokens=12, do_sample=False)
     after = smol.ours.kvboost.stats()
     assert after.prefix_hits_tokens - before.prefix_hits_tokens >= 2 * (shared - 16)
 
 
 def test_unequal_batch_with_settings(smol: Both) -> None:
     texts = ["The capital of France is", "One, two, three, four,", "Hi"]
-    smol.same(texts, max_new_tokens=24, do_sample=False)
-    smol.same(texts, max_new_tokens=24, do_sample=False, repetition_penalty=1.3, no_repeat_ngram_size=3)
-    smol.same(texts, max_new_tokens=24, do_sample=False, stop_strings=["."], tokenizer=smol.tokenizer)
+    smol.same(texts, max_new_tokens=12, do_sample=False)
+    smol.same(texts, max_new_tokens=12, do_sample=False, repetition_penalty=1.3, no_repeat_ngram_size=3)
+    smol.same(texts, max_new_tokens=12, do_sample=False, stop_strings=["."], tokenizer=smol.tokenizer)
 
 
 def test_pipeline_with_text_and_chats(smol: Both) -> None:

@@ -391,6 +391,22 @@ def test_a_step_that_breaks_fails_its_requests_only(tiny: KVBoost) -> None:
     assert again.token_ids == expected
 
 
+def test_attention_switched_away_is_an_error_not_a_wrong_answer(tiny: KVBoost) -> None:
+    before = tiny.model.config._attn_implementation
+    tiny.model.set_attn_implementation("sdpa")
+    with pytest.raises(EngineStepError, match="switched away"):
+        tiny.generate("hello there, this is a prompt", **GREEDY)
+    tiny.model.set_attn_implementation(before)
+    still_serves(tiny)
+
+
+def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was() -> None:
+    model = tiny_llama()
+    with pytest.raises(ConfigError):
+        KVBoost.from_model(model, num_blocks=4, max_model_len=512)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_a_row_without_a_token_fails_alone(tiny: KVBoost) -> None:
     """NaN logits of one request, and KV full of NaN with them, leave its neighbours and successors untouched."""
     prompts = [list(range(10, 40)), list(range(50, 90)), list(range(100, 120))]

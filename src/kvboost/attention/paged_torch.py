@@ -68,7 +68,10 @@ class _View:
 
 
 class PagedStep:
-    """The attention of one step over `pool`. `spans` are in packed order, those of one token first."""
+    """The attention of one step over `pool`. `spans` are in packed order, those of one token first.
+
+    `num_attended` counts the layers served: fewer than the model has means that its attention went elsewhere.
+    """
 
     def __init__(self, pool: KVPool, spans: Sequence[Span], layer_ids: dict[int, int]) -> None:
         self._pool = pool
@@ -78,6 +81,7 @@ class PagedStep:
         self._decoders = [s for s in spans if s.count == 1]
         self._prompts = [s for s in spans if s.count > 1]
         self._views: dict[int | None, _View] = {}
+        self.num_attended = 0
         blocks, offsets = [], []
         for span in spans:
             for position in range(span.start, span.kv_len):
@@ -102,6 +106,7 @@ class PagedStep:
         """Write the new keys and values, then attend. Shapes as in `StepAttention.attend`."""
         layer = self._layers[module.layer_idx]  # type: ignore[index]
         self._pool.write(layer, self._block, self._offset, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        self.num_attended += 1
         view = self._view(sliding_window)
         options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": s_aux}
         pieces = []

@@ -5,6 +5,7 @@ The only file of the engine that calls the model. It knows nothing of who waits 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +37,10 @@ class StepLogits:
 
 
 class Runner:
-    """Owns the model and the pool for the length of a step."""
+    """Runs the model over the pool. Keeps the model weakly: the engine's thread must not keep it alive."""
 
     def __init__(self, model: PreTrainedModel, capabilities: Capabilities, pool: KVPool) -> None:
-        self._model = model
+        self._model = weakref.proxy(model)
         self._capabilities = capabilities
         self._pool = pool
         self._device = pool.slabs.device
@@ -67,8 +68,12 @@ class Runner:
             positions += range(w.start, w.start + w.count)
             spans.append(Span(w.start, w.count, w.request.blocks))
         wanted = _Wanted(work)
-        with running(PagedStep(self._pool, spans, self._capabilities.layer_ids)):
+        step = PagedStep(self._pool, spans, self._capabilities.layer_ids)
+        with running(step):
             logits = self._call(ids, positions, wanted.rows, use_cache=False)
+        if step.num_attended != len(self._capabilities.layers):
+            raise RuntimeError("the model's attention was switched away from KVBoost (set_attn_implementation?). "
+                               "Make a new engine, or leave the model's attention alone.")  # fmt: skip
         return wanted.sort(logits)
 
     def _run_alone(self, work: Work) -> StepLogits:

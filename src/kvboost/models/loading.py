@@ -165,7 +165,9 @@ def _check_safetensors(file: Path) -> None:
             raise ModelLoadError(f"{file}: truncated or not a safetensors file ({size} bytes). Download it again.")
         try:
             header = json.loads(handle.read(length))
-            end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0)
+            end = max(
+                (int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0
+            )
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ModelLoadError(f"{file}: its header is damaged ({error}). Download it again.") from error
     if size != 8 + length + end:
