@@ -21,7 +21,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         find_smollm2()
     except ModelLoadError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(demo, "ANSWER_TOKENS", 6)
+    for name in ("ANSWER_TOKENS", "CHAT_TOKENS"):
+        monkeypatch.setattr(demo, name, 6)
     for name in ("CODING_QUESTIONS", "CHAT_TURNS", "RAG_REQUESTS"):
         monkeypatch.setattr(texts, name, getattr(texts, name)[:3])
 

@@ -22,17 +22,18 @@ from kvboost.bench.workloads import Frame, message
 from kvboost.models.smollm2 import find_smollm2
 
 ENGINES = ("transformers", "transformers-pkv", "kvboost")
-TITLES = {"transformers": "Transformers", "transformers-pkv": "with its own cache", "kvboost": "KVBoost"}
+TITLES = {"transformers": "Transformers", "transformers-pkv": "with its\nown cache", "kvboost": "KVBoost"}
 
-ANSWER_TOKENS = 24
-"""Short answers: the demo is about the time before the first one."""
+ANSWER_TOKENS = 16
+CHAT_TOKENS = 24
+"""Short answers: the demo is about the time before them, and a minute goes into decoding as it is."""
 
 NEXT = (
-    ("kvboost chat smollm2", "talk to this model and watch how much of each turn is reused"),
-    ('kvboost run smollm2 "Why is the sky blue?"', "one prompt, streamed"),
-    ("kvboost info MODEL", "whether and how your own model is served"),
+    ("kvboost chat smollm2", "talk to it, see what each turn reuses"),
+    ('kvboost run smollm2 "Who are you?"', "one prompt, streamed"),
+    ("kvboost info MODEL", "how your own model would be served"),
     ("kvboost bench throughput", "many requests at once"),
-    ("kvboost bench --help", "measure it yourself, on your model and your data"),
+    ("kvboost bench --help", "measure your model, with your data"),
 )
 
 
@@ -94,7 +95,7 @@ def _parts(engines: list[BenchEngine], source: ModelSource, frame: Frame) -> Any
     with progress:
         task = progress.add_task("coding assistant", total=total)
         for i, ids in enumerate(coding.requests):
-            part.requests.append(_ask(engines, ids, f"question {i + 1}", i))
+            part.requests.append(_ask(engines, ids, f"question {i + 1}", i, ANSWER_TOKENS))
             progress.advance(task)
     yield part
     with progress:
@@ -106,7 +107,9 @@ def _parts(engines: list[BenchEngine], source: ModelSource, frame: Frame) -> Any
         history = [message("system", texts.CHAT_SYSTEM)]
         for i, user in enumerate(texts.CHAT_TURNS):
             history.append(message("user", user))
-            request = _ask(engines, workloads.chat_ids(source.tokenizer, history), f"turn {i + 1}", i, ignore_eos=False)
+            request = _ask(
+                engines, workloads.chat_ids(source.tokenizer, history), f"turn {i + 1}", i, CHAT_TOKENS, False
+            )
             part.requests.append(request)
             # One history for all, so that every engine gets the same tokens.
             answer = request.answers["transformers"].token_ids
@@ -122,13 +125,15 @@ def _parts(engines: list[BenchEngine], source: ModelSource, frame: Frame) -> Any
         progress.update(task, description="documents")
         for i, (ids, (order, _)) in enumerate(zip(rag.requests, texts.RAG_REQUESTS, strict=True)):
             label = " ".join("ABCD"[d] for d in order)
-            part.requests.append(_ask(engines, ids, label, i))
+            part.requests.append(_ask(engines, ids, label, i, ANSWER_TOKENS))
             progress.advance(task)
     yield part
 
 
-def _ask(engines: Sequence[BenchEngine], ids: list[int], label: str, number: int, ignore_eos: bool = True) -> Request:
-    answers = {e.name: e.generate(ids, ANSWER_TOKENS, ignore_eos) for e in in_turn(engines, number)}
+def _ask(
+    engines: Sequence[BenchEngine], ids: list[int], label: str, number: int, tokens: int, ignore_eos: bool = True
+) -> Request:
+    answers = {e.name: e.generate(ids, tokens, ignore_eos) for e in in_turn(engines, number)}
     return Request(label, ids, answers)
 
 
@@ -136,11 +141,11 @@ def _show(part: Part, console: Console) -> Part:
     console.print(f"[bold]{part.title}.[/bold] {part.intro}")
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    table.add_column("prompt tokens", justify="right")
+    table.add_column("prompt\ntokens", justify="right")
     for name in ENGINES:
-        table.add_column(TITLES[name], justify="right", min_width=max(map(len, TITLES[name].split())))
-    table.add_column("KVBoost reused", justify="right")
-    table.add_column("times faster", justify="right")
+        table.add_column(TITLES[name], justify="right")
+    table.add_column("KVBoost\nreused", justify="right")
+    table.add_column("times\nfaster", justify="right")
     for request in part.requests:
         ttfts = {name: request.answers[name].ttft_ms for name in ENGINES}
         table.add_row(request.label, f"{len(request.ids):,}", *_cells(ttfts, _reused([request])))
@@ -178,7 +183,8 @@ def _compare(parts: list[Part], source: ModelSource, console: Console) -> bool:
             difference = find_difference(source.model, request.ids, expected, got)
             if difference is not None:
                 differences.append(f"  {part.title}, {request.label}: {_describe(difference, source.tokenizer)}")
-        console.print(f"  {TITLES[name]}: {len(requests) - len(differences)} of {len(requests)} equal")
+        title = " ".join(TITLES[name].split())
+        console.print(f"  {title}: {len(requests) - len(differences)} of {len(requests)} equal")
         for line in differences:
             console.print(line, highlight=False)
         all_equal &= not (differences and name == "kvboost")

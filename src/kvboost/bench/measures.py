@@ -80,7 +80,7 @@ def _summary(runs: list[tuple[Answer, int]]) -> dict[str, Value]:
         "prompt_tokens": round(prompt / len(runs)),
         "cached": sum(a.cached_tokens or 0 for a, _ in runs) / prompt if known else None,
         "ttft_ms": statistics.median(ttfts),
-        "range_ms": f"{min(ttfts):,.0f} to {max(ttfts):,.0f}",
+        "range_ms": f"{min(ttfts):,.0f}–{max(ttfts):,.0f}" if len(ttfts) > 1 else None,
         "tpot_ms": statistics.median(tpots) if tpots else None,
     }
 

@@ -1,0 +1,72 @@
+"""The engine on a GPU: the torch attention gives Transformers' tokens there too. Skipped without CUDA."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvboost import KVBoost
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2, "eos_token_id": None,
+}  # fmt: skip
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if name == "gemma2":
+        config = Gemma2Config(**{**SHAPE, "initializer_range": 0.05}, head_dim=16, sliding_window=24)
+        return Gemma2ForCausalLM(config).eval().cuda()
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval().cuda()
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_tokens_equal_those_of_transformers(name: str) -> None:
+    model = build(name)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    reference = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 320, (count,), generator=generator).tolist()
+
+    shared = ids(70)
+    prompts = [shared + ids(k) for k in (1, 9, 40, 130)] + [ids(1), ids(17)]
+    expected = [
+        reference.generate(torch.tensor([p], device="cuda"), max_new_tokens=24, do_sample=False)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    options = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    with KVBoost.from_model(model, num_blocks=128, max_num_batched_tokens=64) as kv:
+        assert [r.token_ids for r in kv.generate(prompts, **options)] == expected
+        again = kv.generate(prompts, **options)
+        assert [r.token_ids for r in again] == expected
+        assert again[0].usage.cached_tokens == 64
+        kv.check()
+    with KVBoost.from_model(model, num_blocks=12, max_num_batched_tokens=64) as kv:
+        assert [r.token_ids for r in kv.generate(prompts[:3], **options)] == expected[:3]
+        assert kv.stats().num_preemptions > 0
+
+
+def test_the_pool_takes_what_is_left_of_the_gpu() -> None:
+    with KVBoost.from_model(build("llama"), gpu_memory_utilization=0.1) as kv:
+        _, total = torch.cuda.mem_get_info()
+        pool_bytes = kv.built.layout.slab_bytes * kv.stats().blocks_total
+        assert 0.01 * total < pool_bytes < 0.1 * total
