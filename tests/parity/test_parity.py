@@ -84,7 +84,7 @@ def test_warm(family: Family, block_size: int) -> None:
         ref = reference(family.name)
         assert_greedy(ref, [*prompts[:1], whole], first, "before warm")
         assert_greedy(ref, [*prompts[1:], prompts[0], whole], rest, f"warm, blocks of {block_size}")
-        assert [r.usage.cached_tokens for r in rest[:2]] == [shared, shared]
+        assert all(shared <= r.usage.cached_tokens <= PREFIX for r in rest[:2])
         assert rest[2].usage.cached_tokens >= shared
         assert 64 - block_size <= rest[3].usage.cached_tokens < 64
 
@@ -219,7 +219,7 @@ def test_compat_path_of_a_paged_model(family: Family) -> None:
         assert_greedy(ref, prompts[:1], ask(kv, prompts[:1]), "compat, cold")
         results = ask(kv, prompts)
         assert_greedy(ref, prompts, results, "compat, warm")
-        assert results[1].usage.cached_tokens == PREFIX // BLOCK * BLOCK
+        assert PREFIX // BLOCK * BLOCK <= results[1].usage.cached_tokens <= PREFIX
     with engine(family, path="compat", num_blocks=10) as kv:
         assert_greedy(ref, tight, ask(kv, tight, 28), "compat, preempted", 28)
         assert kv.stats().num_preemptions > 0

@@ -235,7 +235,7 @@ def test_memory_counts_slots_while_running(engines, frame: Frame) -> None:
     assert ours.case == "8 running" and ours.values["samples"] > 0
     assert ours.values["allocated_slots"] - ours.values["used_slots"] <= 8 * 16
     assert longest.values["allocated_slots"] == 8 * 224 and most.values["allocated_slots"] == 8 * 4096
-    assert ours.values["utilization"] > longest.values["utilization"] > most.values["utilization"]
+    assert ours.values["filled"] > longest.values["filled"] > most.values["filled"]
 
 
 def test_memory_passes_on_what_went_wrong(engines) -> None:

@@ -253,6 +253,12 @@ def test_run_refuses_input_that_is_not_utf8(fake: FakeKVBoost) -> None:
     assert not fake.loaded
 
 
+def test_run_refuses_empty_input(fake: FakeKVBoost) -> None:
+    result = invoke("run", "m", stdin="\n")
+    assert isinstance(result.exception, InvalidRequest) and "empty" in str(result.exception)
+    assert not fake.loaded
+
+
 def test_ctrl_c_ends_run_with_130(fake: FakeKVBoost) -> None:
     fake.answers = [["Hello", KeyboardInterrupt(), " never"]]
     result = invoke("run", "m", "Hi")

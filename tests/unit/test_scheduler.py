@@ -182,10 +182,12 @@ def test_twins_in_one_step_compute_the_shared_blocks_once() -> None:
 
 def test_the_last_token_is_computed_even_when_its_block_is_known() -> None:
     steps = Steps(num_blocks=8)
-    steps.add("a", [1, 2, 3, 4, 5, 6, 7, 8], total=9)
+    a = steps.add("a", [1, 2, 3, 4, 5, 6, 7, 8], total=9)
     steps.step()
-    steps.add("b", [1, 2, 3, 4, 5, 6, 7, 8])
-    assert planned(steps.step()) == [("b", 4, 4)]
+    b = steps.add("b", [1, 2, 3, 4, 5, 6, 7, 8])
+    plan = steps.step()
+    assert planned(plan) == [("b", 7, 1)]
+    assert plan.copies == [(1, b.blocks[1])] and b.blocks[0] == 0 and a.finished
     warm = steps.add("warm", [1, 2, 3, 4, 5, 6, 7, 8], prefill_only=True)
     plan = steps.step()
     assert plan.done == [warm] and warm.finish_reason == "stop"
@@ -218,14 +220,14 @@ def test_a_step_that_breaks_takes_its_keys_along_and_no_older_ones() -> None:
     steps = Steps(num_blocks=16, budget=8)
     steps.add("good", [1, 2, 3, 4, 5], total=6)
     steps.step()
-    broken = steps.add("broken", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    broken = steps.add("broken", [1, 2, 3, 4, 9, 9, 9, 9, 9])
     waiting = steps.add("waiting", [7] * 9)
     plan = steps.scheduler.schedule()
     assert planned(plan) == [("broken", 4, 5), ("waiting", 0, 3)]
     assert steps.scheduler.fail(plan) == [broken, waiting]
     steps.scheduler.check()
     assert broken.finish_reason == "error" and steps.pool.num_referenced == 0
-    steps.add("again", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    steps.add("again", [1, 2, 3, 4, 9, 9, 9, 9, 9])
     assert planned(steps.step()) == [("again", 4, 5)]
 
 
@@ -292,3 +294,57 @@ def test_counters_and_slots() -> None:
     steps.step()
     assert counters.output_tokens == 4 and counters.finished_requests == 2 and counters.steps == 2
     assert steps.scheduler.slots() == (0, 0)
+
+
+def test_the_end_of_an_answer_is_copied_for_the_next_turn() -> None:
+    """Its last block is partly filled, so no key names it; the next turn begins with the same tokens."""
+    steps = Steps(num_blocks=8)
+    steps.add("turn 1", [1, 2, 3, 4, 5], total=7)  # tokens 1..5, 100, 101; the last one's KV is never computed
+    steps.step()
+    steps.step()
+    turn = steps.add("turn 2", [1, 2, 3, 4, 5, 100, 101, 7])
+    plan = steps.step()
+    assert planned(plan) == [("turn 2", 6, 2)]
+    assert plan.copies == [(1, turn.blocks[1])] and turn.blocks == [0, 2]
+    assert turn.cached_by_source == {"device": 6}
+
+
+def test_prompts_that_part_inside_a_block_share_its_beginning() -> None:
+    steps = Steps(num_blocks=8)
+    steps.add("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], total=10)
+    steps.step()
+    b = steps.add("b", [1, 2, 3, 4, 5, 6, 0, 0])
+    assert planned(steps.step()) == [("b", 6, 2)]
+    assert b.blocks[0] == 0 and b.blocks[1] != 1, "a shared block is never written"
+
+
+def test_a_tail_of_another_salt_is_not_found() -> None:
+    steps = Steps(num_blocks=8)
+    steps.add("a", [1, 2, 3], total=4, salt="x")
+    steps.step()
+    steps.add("b", [1, 2, 3, 4])
+    assert planned(steps.step()) == [("b", 0, 4)]
+
+
+def test_a_tail_that_is_overwritten_or_failed_is_not_found() -> None:
+    steps = Steps(num_blocks=2)
+    steps.add("a", [1, 2, 3], total=4)
+    steps.step()
+    steps.add("fills the pool", [7] * 7, total=8)
+    steps.step()
+    steps.add("b", [1, 2, 3, 4], total=5)
+    assert planned(steps.step()) == [("b", 0, 4)]
+    steps.add("broken", [5, 6], total=4)
+    steps.scheduler.fail(steps.scheduler.schedule())
+    steps.add("c", [5, 6, 7], total=4)
+    assert planned(steps.step()) == [("c", 0, 3)]
+
+
+def test_a_source_may_be_its_own_target() -> None:
+    """The block next to be reused is the very one whose beginning is wanted."""
+    steps = Steps(num_blocks=1)
+    steps.add("a", [1, 2, 3], total=4)
+    steps.step()
+    steps.add("b", [1, 2, 9], total=4)
+    plan = steps.step()
+    assert planned(plan) == [("b", 2, 1)] and plan.copies == [(0, 0)]

@@ -110,7 +110,7 @@ def test_the_machine_reached_what_it_is_there_to_test() -> None:
 def assert_reached(seen: Counter[str], operations: int, times: int) -> None:
     assert seen["operations"] >= operations
     for event in (
-        "cached blocks", "preempted", "finished after a preemption", "shared in the same step", "failed steps",
+        "cached blocks", "copied blocks", "preempted", "finished after a preemption", "shared in the same step", "failed steps",
         "aborted", "pinned blocks", "unpinned", "done without compute", "refused",
     ):  # fmt: skip
         assert seen[event] >= times, f"hardly any {event}: {dict(seen)}"

@@ -274,43 +274,35 @@ def measure_memory(engine: KVBoostEngine, prompts: list[list[int]], max_new_toke
     full = [(allocated, used) for running, allocated, used in samples if running == most and allocated]
     shares = [used / allocated for allocated, used in full]
     mean_used = statistics.mean(used for _, used in full)
-    rows = [
-        _slots(
-            "kvboost", most, statistics.mean(a for a, _ in full), mean_used, engine.slot_bytes, min(shares), len(full)
-        )
-    ]
+    size = engine.slot_bytes
+    ours = _slots("kvboost", f"{most} running", statistics.mean(a for a, _ in full), mean_used, size)
+    ours.values.update(lowest=min(shares), samples=len(full))
+    rows = [ours]
     longest = max(map(len, prompts)) + max_new_tokens
-    for case, length in (("longest of the batch", longest), ("max_model_len", engine.max_model_len)):
-        rows.append(_slots(f"static, {case}", len(prompts), len(prompts) * length, mean_used, engine.slot_bytes))
+    for case, length in (("longest row", longest), ("max_model_len", engine.max_model_len)):
+        rows.append(_slots("static", case, len(prompts) * length, mean_used, size))
     notes = [
         f"prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, nothing shared, {max_new_tokens} output",
         "static rows are computed: sequences times length, with the same tokens used",
     ]
     if most < len(prompts):
         notes.append(f"only {most} of {len(prompts)} ran at once: the pool or max_num_seqs is too small for more")
-    ours = float(rows[0].values["allocated_slots"] or 0)
-    ratios = [Ratio(f"slots, {r.engine} to kvboost", float(r.values["allocated_slots"] or 0), ours) for r in rows[1:]]
-    return Measured(rows, "utilization", ratios, {}, notes)
+    allocated = [float(r.values["allocated_slots"] or 0) for r in rows]
+    ratios = [
+        Ratio(f"slots, static ({r.case}) to kvboost", n, allocated[0])
+        for r, n in zip(rows[1:], allocated[1:], strict=True)
+    ]
+    return Measured(rows, "filled", ratios, {}, notes)
 
 
-def _slots(
-    name: str,
-    running: int,
-    allocated: float,
-    used: float,
-    slot_bytes: int,
-    lowest: float | None = None,
-    samples: int | None = None,
-) -> Row:
+def _slots(engine: str, case: str, allocated: float, used: float, slot_bytes: int) -> Row:
     return Row(
-        name,
-        f"{running} running",
+        engine,
+        case,
         {
             "allocated_slots": round(allocated),
             "used_slots": round(used),
-            "utilization": used / allocated,
-            "lowest": lowest,
+            "filled": used / allocated,
             "mib": allocated * slot_bytes / 2**20,
-            "samples": samples,
         },
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Value = float | int | str | None
 
-PERCENT = ("hit_rate", "found_of_seen", "cached", "utilization", "lowest")
+PERCENT = ("hit_rate", "found_of_seen", "cached", "filled", "lowest")
 """Columns that hold shares."""
 
 
@@ -96,7 +96,7 @@ def print_report(report: Report, console: Console) -> None:
     table.add_column("engine", no_wrap=True)
     table.add_column("case", no_wrap=True)
     for name in names:
-        table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True)
+        table.add_column(name.replace("_", "\n"), justify="right")
     for row in measured.rows:
         table.add_row(row.engine, row.case, *(show(name, row.values.get(name)) for name in names))
     console.print(table)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-from kvboost.cache.prefix import PrefixIndex
+from kvboost.cache.prefix import PrefixIndex, token_bytes
 
 NIL = -1
 
@@ -68,10 +68,10 @@ class BlockPool:
                 raise AssertionError(f"block {block} released more often than it was taken")
             self._refs[block] = refs
             if refs == 0:
-                if self.index.key_of(block) is None:
-                    self._push_oldest(block)
-                else:
+                if self.index.knows(block):
                     self._push_newest(block)
+                else:
+                    self._push_oldest(block)
 
     # -- sharing ---------------------------------------------------------------------------------------------------
 
@@ -84,14 +84,23 @@ class BlockPool:
         if self._share:
             self.index.add(key, block)
 
+    def note_tail(self, parent: bytes, block: int, tokens: Sequence[int]) -> None:
+        """`block` holds the KV of `tokens` (up to a block of them) after the block named `parent`."""
+        if not self._share:
+            return
+        before = self.index.note_tail(parent, block, token_bytes(tokens))
+        if before is not None and not self.index.knows(before):
+            self._reuse_next(before)
+
+    def find_tail(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """(block, count): a block whose first `count` tokens after `parent` are those of `tokens`; count 0: none."""
+        return self.index.find_tail(parent, token_bytes(tokens)) if self._share else (NIL, 0)
+
     def forget(self, block: int) -> None:
         """Make what `block` holds unfindable; an unreferenced block is reused next."""
-        if self.index.key_of(block) is None:
-            return
-        self.index.remove(block)
-        if self._refs[block] == 0:
-            self._unlink(block)
-            self._push_oldest(block)
+        if self.index.knows(block):
+            self.index.remove(block)
+            self._reuse_next(block)
 
     def forget_all(self) -> None:
         """Forget every key; references stay."""
@@ -135,6 +144,11 @@ class BlockPool:
             if counts != self._refs:
                 wrong = [b for b in range(self.num_blocks) if counts[b] != self._refs[b]]
                 raise AssertionError(f"reference counts differ from the holders at blocks {wrong[:8]}")
+
+    def _reuse_next(self, block: int) -> None:
+        if self._refs[block] == 0:
+            self._unlink(block)
+            self._push_oldest(block)
 
     # -- the list --------------------------------------------------------------------------------------------------
 

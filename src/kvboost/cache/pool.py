@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -54,6 +56,10 @@ class KVPool:
         """Store `key[T, k_heads, k_dim]` and `value[T, v_heads, v_dim]` at slots `(block[T], offset[T])`."""
         self.keys[layer][block, offset] = key
         self.values[layer][block, offset] = value
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole slabs; every source is read before any target is written."""
+        self.slabs[list(targets)] = self.slabs[list(sources)]
 
     def gather(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the blocks of `tables[S, B]` out of the pool.

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+TOKEN_BYTES = 4
+
 KEY_BYTES = 16
 """128 bits: among 2**40 blocks the chance of any collision is below 1e-14."""
 
@@ -32,26 +34,38 @@ def extend_keys(
     start = len(keys)
     if start >= end:
         return
-    packed = array("I", tokens[start * block_size : end * block_size])
-    if sys.byteorder == "big":
-        packed.byteswap()
-    data = packed.tobytes()
-    step = block_size * 4
+    data = token_bytes(tokens[start * block_size : end * block_size])
+    step = block_size * TOKEN_BYTES
     parent = keys[-1] if keys else root
     for offset in range(0, len(data), step):
         parent = blake2b(parent + data[offset : offset + step], digest_size=KEY_BYTES).digest()
         keys.append(parent)
 
 
-class PrefixIndex:
-    """Which block holds the KV of which key.
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32."""
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
-    Invariant: `_block_of[key] == block` exactly when `_key_of[block] == key`.
+
+class PrefixIndex:
+    """Which block holds the KV of which key, and which block last followed which.
+
+    Two ways to find a block. By key: its whole content is known to be wanted. By *tail*: it came after the wanted
+    parent and begins with some of the wanted tokens; those can be copied. A tail may be a partly filled block, the end
+    of an answer say. Each parent remembers the one that was noted last.
+
+    Invariants: `_block_of[key] == block` exactly when `_key_of[block] == key`; `_tail_of[parent] == block` exactly when
+    `_tail[block] == (parent, tokens)`.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[bytes, int] = {}
         self._key_of: list[bytes | None] = [None] * num_blocks
+        self._tail_of: dict[bytes, int] = {}
+        self._tail: list[tuple[bytes, bytes] | None] = [None] * num_blocks
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -84,12 +98,47 @@ class PrefixIndex:
         if key is not None:
             del self._block_of[key]
             self._key_of[block] = None
+        tail = self._tail[block]
+        if tail is not None:
+            del self._tail_of[tail[0]]
+            self._tail[block] = None
+
+    def knows(self, block: int) -> bool:
+        """Whether anything `block` holds can be found."""
+        return self._key_of[block] is not None or self._tail[block] is not None
+
+    def note_tail(self, parent: bytes, block: int, tokens: bytes) -> int | None:
+        """`block` holds `tokens` (see `token_bytes`) after `parent`. Returns the block noted before, if another."""
+        before = self._tail_of.get(parent)
+        if before is not None:
+            self._tail[before] = None
+        own = self._tail[block]
+        if own is not None and own[0] != parent:
+            del self._tail_of[own[0]]
+        self._tail_of[parent] = block
+        self._tail[block] = (parent, tokens)
+        return None if before == block else before
+
+    def find_tail(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
+        """(block, how many of its first tokens are the wanted ones), or (-1, 0)."""
+        block = self._tail_of.get(parent)
+        if block is None:
+            return -1, 0
+        _, held = self._tail[block]  # type: ignore[misc]
+        limit = min(len(held), len(tokens))
+        same = 0
+        while same < limit and held[same : same + TOKEN_BYTES] == tokens[same : same + TOKEN_BYTES]:
+            same += TOKEN_BYTES
+        return (block, same // TOKEN_BYTES) if same else (-1, 0)
 
     def check(self) -> None:
         """Raise `AssertionError` when the two directions disagree."""
         named = {block for block, key in enumerate(self._key_of) if key is not None}
         if named != set(self._block_of.values()) or len(named) != len(self._block_of):
             raise AssertionError("prefix index: keys and blocks disagree")
+        followers = {tail[0]: block for block, tail in enumerate(self._tail) if tail is not None}
+        if followers != self._tail_of or len(followers) != sum(tail is not None for tail in self._tail):
+            raise AssertionError("prefix index: tails and blocks disagree")
         for key, block in self._block_of.items():
             if self._key_of[block] != key:
                 raise AssertionError(f"prefix index: block {block} is found by a key it does not have")

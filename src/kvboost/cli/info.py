@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvboost.cli.options import ModelArgument
+from kvboost.cli.options import ModelArgument, announce
 
 SPELLED = {"kv": "KV", "gib": "GiB"}
 
@@ -25,16 +25,13 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show which path serves a model, why, and what its KV costs."""
-    from rich.console import Console
-
     from kvboost.models.smollm2 import resolve_model
 
     path = resolve_model(model)
-    with Console(stderr=True).status(f"Looking at {model} ..."):
-        from kvboost.models.info import describe_model
+    announce(f"Looking at {model} ...")
+    from kvboost.models.info import describe_model
 
-        described = describe_model(path, load=load)
-    facts = dataclasses.asdict(described)
+    facts = dataclasses.asdict(describe_model(path, load=load))
     if as_json:
         typer.echo(json.dumps(facts, indent=2, default=str))
     else:

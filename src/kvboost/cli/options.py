@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -121,14 +122,18 @@ def with_model_options(*, sampling: bool = False) -> Callable[[Callable[..., Any
 
 
 def open_model(model: str, model_options: dict[str, Any]) -> KVBoost:
-    """Load `model` with a spinner on standard error (silent when that is not a terminal)."""
-    from rich.console import Console
-
+    """Load `model`. On a terminal the wait is announced; a spinner would fight with the bars of downloads."""
     from kvboost.models.smollm2 import resolve_model
 
     path = resolve_model(model)
     EngineConfig.from_kwargs(**{k: v for k, v in model_options.items() if k not in MODEL_OPTIONS})  # before the wait
-    with Console(stderr=True).status(f"Loading {model} ..."):
-        from kvboost import KVBoost
+    announce(f"Loading {model} ...")
+    from kvboost import KVBoost
 
-        return KVBoost.from_pretrained(path, **model_options)
+    return KVBoost.from_pretrained(path, **model_options)
+
+
+def announce(message: str) -> None:
+    """One dim line on standard error, when that is a terminal."""
+    if sys.stderr.isatty():
+        typer.secho(message, dim=True, err=True)

@@ -51,17 +51,20 @@ def run(
 
 
 def _read_stdin() -> str:
-    """Raises `BadParameter` on a terminal, `InvalidRequest` when the bytes are not UTF-8."""
+    """Raises `BadParameter` on a terminal, `InvalidRequest` when there is nothing or the bytes are not UTF-8."""
     if sys.stdin is None or sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, or pipe one in: echo Hello | kvboost run MODEL", param_hint="PROMPT")
     data = sys.stdin.buffer.read()
     try:
-        return data.decode("utf-8").removesuffix("\n")
+        text = data.decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidRequest(
             "prompt",
             f"standard input is not UTF-8 (byte {error.start} is 0x{data[error.start]:02x}). Convert it first.",
         ) from error
+    if not text:
+        raise InvalidRequest("prompt", "standard input is empty. Give a prompt, or pipe one in.")
+    return text
 
 
 def _print_stream(stream: TokenStream) -> None:

@@ -201,7 +201,7 @@ class Engine:
                 if work.request.first_scheduled_s is None:
                     work.request.first_scheduled_s = now
             if plan.work:
-                logits = self._runner.run(plan.work)
+                logits = self._runner.run(plan)
                 self._read_prompt_logprobs(logits)
                 self._scheduler.commit(plan)
                 self._sample(logits.requests, logits.sampled)

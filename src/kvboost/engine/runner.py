@@ -18,7 +18,7 @@ from kvboost.attention.paged_torch import PagedStep, Span
 from kvboost.attention.step import running
 from kvboost.cache.pool import KVPool
 from kvboost.engine.request import Request
-from kvboost.engine.scheduler import Work
+from kvboost.engine.scheduler import StepPlan, Work
 from kvboost.models.capabilities import Capabilities
 from kvboost.models.compat import load_cache, store_cache
 
@@ -45,8 +45,11 @@ class Runner:
         self._pool = pool
         self._device = pool.slabs.device
 
-    def run(self, work: Sequence[Work]) -> StepLogits:
-        """Compute the KV of every planned token and the logits of the wanted ones."""
+    def run(self, plan: StepPlan) -> StepLogits:
+        """Make the planned copies, compute the KV of every planned token and the logits of the wanted ones."""
+        work = plan.work
+        if plan.copies:
+            self._pool.copy(*zip(*plan.copies, strict=True))
         if self._capabilities.path == "paged":
             # Decoders first and by length: the attention pads neighbours into one call.
             ordered = sorted(work, key=lambda w: (w.count > 1, w.start + w.count if w.count == 1 else 0))

@@ -30,9 +30,13 @@ class Work:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. `done` are prefill-only requests that needed no compute at all."""
+    """One step: first copy whole slabs `(source, target)`, all sources read before any target is written; then compute.
+
+    `done` are prefill-only requests that needed no compute at all.
+    """
 
     work: list[Work] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     done: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
@@ -89,7 +93,7 @@ class Scheduler:
             self.waiting.remove(request)
         if request.pin and reason == "stop":
             self._pin(request)
-        self._free(request)
+        self._free(request, keep=reason != "error")
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         self.counters.finished_requests += 1
@@ -235,7 +239,6 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             found = self._find(request)
-            cached = len(found) * self.block_size
             # Admit only what has room for all its known tokens: a half-admitted prompt would be preempted again.
             need = self.blocks_for(len(request.tokens)) - len(found)
             if need > self.pool.num_free - sum(1 for block in found if self.pool.is_free(block)):
@@ -243,16 +246,17 @@ class Scheduler:
             self.waiting.popleft()
             self.pool.retain(found)
             request.blocks = found
-            request.num_computed = cached
+            request.num_computed = len(found) * self.block_size
+            self._copy_tail(request, plan)
             request.status = Status.RUNNING
             self.running.append(request)
-            self._count_hit(request, cached)
+            self._count_hit(request, request.num_computed)
             count = min(request.remaining, budget)
             if count == 0:
                 plan.done.append(request)
                 continue
             request.blocks.extend(
-                self.pool.allocate() for _ in range(self.blocks_for(cached + count) - len(request.blocks))
+                self.pool.allocate() for _ in range(self.blocks_for(request.num_computed + count) - len(request.blocks))
             )
             self._plan(plan, request, count)
             budget -= count
@@ -265,6 +269,33 @@ class Scheduler:
         limit = len(request.tokens) - (0 if request.prefill_only else 1)
         return self.pool.find(request.keys, limit // self.block_size)
 
+    def _copy_tail(self, request: Request, plan: StepPlan) -> None:
+        """Where whole blocks end, the next known block may still begin with what is wanted: take a copy of it.
+
+        Only blocks of earlier steps are noted as tails (`_note_tails`), so the source is written by now.
+        """
+        if request.prefill_only or not request.reads_prefix:
+            return
+        first = len(request.blocks)
+        begin = first * self.block_size
+        wanted = request.tokens[begin : min(begin + self.block_size, len(request.tokens) - 1)]
+        source, count = self.pool.find_tail(request.keys[first - 1] if first else request.root, wanted)
+        if count:
+            target = self.pool.allocate()  # may be the source itself, when that was next to be reused
+            request.blocks.append(target)
+            request.num_computed += count
+            plan.copies.append((source, target))
+
+    def _note_tails(self, request: Request) -> None:
+        """Let what this request computed be found by its parts, too: its blocks, and the partly filled last one."""
+        size = self.block_size
+        for i, block in enumerate(request.blocks[: self.blocks_for(request.num_computed)]):
+            end = min((i + 1) * size, request.num_computed)
+            whole = end == (i + 1) * size
+            if whole and self.pool.index.key_of(block) != request.keys[i]:
+                continue  # a duplicate: the block that its key finds is noted by whoever holds it
+            self.pool.note_tail(request.keys[i - 1] if i else request.root, block, request.tokens[i * size : end])
+
     def _count_hit(self, request: Request, cached: int) -> None:
         if request.cached_tokens is not None:
             return  # after a preemption: what it finds now was its own
@@ -275,7 +306,9 @@ class Scheduler:
         self.counters.prefix_hits += cached
         self.counters.prompt_tokens += request.num_prompt
 
-    def _free(self, request: Request) -> None:
+    def _free(self, request: Request, *, keep: bool = True) -> None:
+        if keep:
+            self._note_tails(request)
         self.pool.release(request.blocks)
         request.blocks = []
         request.num_computed = 0

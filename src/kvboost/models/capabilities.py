@@ -21,7 +21,7 @@ from kvboost.cache.layout import LayerShape
 from kvboost.errors import ConfigError, UnsupportedModel
 from kvboost.models.limits import PAGED_LAYER_TYPES, layer_types, text_config
 
-PROBE_TOKENS = 6
+PROBE_TOKENS = 10
 
 HONOURED = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "dropout"})
 """Arguments of the attention function that paged attention implements."""
@@ -91,6 +91,7 @@ def discover(model: PreTrainedModel, path: str = "auto") -> Capabilities:
 
     Raises `UnsupportedModel` when neither path can serve it, `ConfigError` when `path="paged"` is asked for and cannot be.
     """
+    _require_head(model)
     if path != "compat":
         problem = _try_paged(model)
         if isinstance(problem, Capabilities):
@@ -103,11 +104,21 @@ def discover(model: PreTrainedModel, path: str = "auto") -> Capabilities:
     return _compat(model, problem)
 
 
+def _require_head(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModel` for models whose output is not a distribution over the next token."""
+    if not model.can_generate():
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no language model head (it cannot generate). Load it as a causal language model."
+        )
+
+
 def _try_paged(model: PreTrainedModel) -> Capabilities | str:
     """Capabilities of the paged path, or why it cannot be taken."""
     strange = sorted(set(layer_types(model.config)) - PAGED_LAYER_TYPES)
     if strange:
         return f"it has layers of type {', '.join(strange)}"
+    if not _signature(model)["takes_positions"]:
+        return "its forward takes no position_ids: it counts positions by the length of its cache"
     if not attach(model):
         return "its attention does not go through the AttentionInterface of Transformers"
     ids = _probe_ids(model)
@@ -157,10 +168,15 @@ def _compat(model: PreTrainedModel, reason: str) -> Capabilities:
     """Shapes of the compatibility path, read off a cache the model filled itself."""
     signature = _signature(model)
     cache = DynamicCache()
-    argument = signature["cache_argument"]
     ids = _probe_ids(model)
+    extra: dict[str, Any] = {"use_cache": True, signature["cache_argument"]: cache}
+    first = PROBE_TOKENS // 2
     try:
-        model(input_ids=ids, use_cache=True, **{argument: cache})
+        whole = model(input_ids=ids, use_cache=False).logits[:, first:].float()
+        model(input_ids=ids[:, :first], attention_mask=torch.ones_like(ids[:, :first]), **extra)
+        if signature["takes_positions"]:
+            extra["position_ids"] = torch.arange(first, PROBE_TOKENS, device=ids.device)[None]
+        parts = model(input_ids=ids[:, first:], attention_mask=torch.ones_like(ids), **extra).logits.float()
         shapes = [(layer.keys.shape, layer.values.shape) for layer in cache.layers]
     except Exception as error:  # whatever a foreign model raises here, it cannot be served
         raise UnsupportedModel(
@@ -169,6 +185,11 @@ def _compat(model: PreTrainedModel, reason: str) -> Capabilities:
     if not shapes or any(k[2] != PROBE_TOKENS or v[2] != PROBE_TOKENS for k, v in shapes):
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be served: {reason}, and its cache does not hold one key and value per token."
+        )
+    if whole.shape != parts.shape or not _close(whole, parts):
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be served: {reason}, and continuing its own cache gives other logits than "
+            "computing the whole text at once (is it causal?)."
         )
     return Capabilities(
         path="compat",
