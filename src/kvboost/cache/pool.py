@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvboost.cache.layout import SlabLayout
+from kvboost.cache.pages import zeroed_buffer
 
 
 class KVPool:
@@ -20,7 +21,10 @@ class KVPool:
     def __init__(self, layout: SlabLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.slabs = torch.zeros(num_blocks, layout.slab_elements, dtype=dtype, device=device)
+        if device.type == "cpu":
+            self.slabs = zeroed_buffer(num_blocks * layout.slab_bytes).view(dtype).view(num_blocks, -1)
+        else:
+            self.slabs = torch.zeros(num_blocks, layout.slab_elements, dtype=dtype, device=device)
         self.keys: list[Tensor] = []
         """Per layer `[num_blocks, block_size, k_heads, k_dim]`."""
         self.values: list[Tensor] = []

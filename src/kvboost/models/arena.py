@@ -6,17 +6,13 @@ weights move into one buffer: each begins at a cache line, and the kernel is ask
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
+
+from kvboost.cache.pages import zeroed_buffer
 
 ALIGNMENT_BYTES = 64
 """A cache line, and the width of an AVX-512 load."""
-
-HUGE_PAGE_BYTES = 2 << 20
 
 
 @torch.no_grad()
@@ -32,19 +28,7 @@ def settle(model: PreTrainedModel) -> None:
     for parameter in parameters:
         offsets.append(at)
         at += -(-parameter.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    arena = _huge_buffer(at)
+    arena = zeroed_buffer(at)
     for parameter, offset in zip(parameters, offsets, strict=True):
         place = arena[offset : offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         parameter.data = place.copy_(parameter.data)
-
-
-def _huge_buffer(size: int) -> Tensor:
-    """`size` bytes, uint8, beginning at a huge page; ordinary pages where the system has no others."""
-    whole = torch.empty(size + HUGE_PAGE_BYTES, dtype=torch.uint8)
-    begin = -whole.data_ptr() % HUGE_PAGE_BYTES
-    advise = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advise is not None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        libc.madvise(whole.data_ptr() + begin, size, advise)  # advice: nothing depends on its answer
-    return whole[begin : begin + size]
