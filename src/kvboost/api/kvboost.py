@@ -27,7 +27,9 @@ from kvboost.engine.sampler import bad_word_sequences
 from kvboost.engine.sampling_params import SamplingParams
 from kvboost.engine.stats import EngineStats
 from kvboost.errors import EngineClosed, InvalidRequest, PromptTooLong
+from kvboost.models.arena import settle
 from kvboost.models.capabilities import Capabilities
+from kvboost.models.gguf import read_once
 from kvboost.models.loading import load_model, load_tokenizer, locate, resolve_device
 
 _MASK64 = (1 << 64) - 1
@@ -85,11 +87,13 @@ class KVBoost:
         """
         config = EngineConfig.from_kwargs(**engine_options)
         source = locate(path_or_id)
-        model = load_model(source, dtype, resolve_device(device))
-        if tokenizer is None:
-            tokenizer = load_tokenizer(source)
-        elif isinstance(tokenizer, str):
-            tokenizer = load_tokenizer(locate(tokenizer))
+        with read_once():
+            model = load_model(source, dtype, resolve_device(device))
+            if tokenizer is None:
+                tokenizer = load_tokenizer(source)
+            elif isinstance(tokenizer, str):
+                tokenizer = load_tokenizer(locate(tokenizer))
+        settle(model)
         return cls(model, tokenizer, config)
 
     @classmethod

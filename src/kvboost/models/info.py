@@ -9,6 +9,7 @@ import torch
 
 from kvboost.cache.layout import LayerShape, SlabLayout
 from kvboost.models.capabilities import discover
+from kvboost.models.gguf import read_once
 from kvboost.models.limits import layer_types, length_limit, text_config
 from kvboost.models.loading import load_config, load_model, load_tokenizer, locate, resolve_device, resolve_dtype
 
@@ -47,6 +48,11 @@ def describe_model(path: str, load: bool = True) -> ModelDescription:
 
     Raises `ModelLoadError`, and `UnsupportedModel` naming the reason for architectures that are refused.
     """
+    with read_once():
+        return _describe(path, load)
+
+
+def _describe(path: str, load: bool) -> ModelDescription:
     import transformers
 
     source = locate(path)
@@ -58,9 +64,10 @@ def describe_model(path: str, load: bool = True) -> ModelDescription:
     dtype = resolve_dtype("auto", device)
     loaded: dict[str, Any] = {}
     attention = _heads(text)
+    architecture = (config.architectures or [config.model_type])[0]
     if load:
         model = load_model(source, "auto", device)
-        dtype = model.dtype
+        dtype, architecture = model.dtype, type(model).__name__
         capabilities = discover(model)
         layout = SlabLayout(capabilities.layers, DEFAULT_BLOCK_SIZE, str(dtype), model.dtype.itemsize)
         attention = f"{capabilities.q_heads} query heads, {_shapes(capabilities.layers)}"
@@ -79,7 +86,7 @@ def describe_model(path: str, load: bool = True) -> ModelDescription:
     kinds = layer_types(config) or ["full_attention"] * text.num_hidden_layers
     return ModelDescription(
         model=path,
-        architecture=(config.architectures or [config.model_type])[0],
+        architecture=architecture,
         layers=text.num_hidden_layers,
         layer_kinds={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
         attention=attention,

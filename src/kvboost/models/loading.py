@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from kvboost.errors import ConfigError, ModelLoadError
-from kvboost.models.arena import settle
 from kvboost.models.limits import refuse_unsupported
 
 log = logging.getLogger("kvboost")
@@ -105,7 +104,6 @@ def load_model(source: Source, dtype: str | torch.dtype, device: torch.device) -
             f"{source.directory_or_id}: {len(missing)} weights are missing and {len(mismatched)} have a wrong shape "
             f"({names} ...): they would be random. Download the checkpoint again."
         )
-    settle(model)
     return model.eval()
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvboost.models.gguf import read_once
 from kvboost.models.loading import load_config, load_model, load_tokenizer, locate, resolve_device
 
 
@@ -83,7 +84,8 @@ class ModelSource:
 
     @cached_property
     def tokenizer(self) -> Any:
-        return load_tokenizer(self._tokenizer_source)
+        with read_once():
+            return load_tokenizer(self._tokenizer_source)
 
     @cached_property
     def config(self) -> Any:
@@ -92,7 +94,8 @@ class ModelSource:
     @cached_property
     def model(self) -> Any:
         """Its generation_config has no EOS: Transformers would put it back into every call that wants to go on."""
-        model = load_model(self._source, self.dtype, self.device)
+        with read_once():
+            model = load_model(self._source, self.dtype, self.device)
         eos = model.generation_config.eos_token_id
         self._eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         model.generation_config.eos_token_id = None
