@@ -124,6 +124,9 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves() -> None:
         terminal.send("/stats\r")
         terminal.wait_for("1 finished", 10)  # the stopped request has given its blocks back
         terminal.wait_for("> ", 5)
+        time.sleep(
+            0.5
+        )  # between showing the prompt and waiting, CPython's readline holds a signal back until a key comes
         terminal.send("\x03")
         terminal.wait_for("Ctrl-D or /exit leaves", 5)
         terminal.wait_for("> ", 5)

@@ -174,7 +174,7 @@ def test_cache_salts_share_nothing(opt: LLM) -> None:
     assert len({tuple(o.outputs[0].token_ids) for o in first}) == 1
     assert first[1].num_cached_tokens == 0
     again = opt.generate([prompts[0], {"prompt_token_ids": ids, "cache_salt": "c"}], GREEDY)
-    assert [o.num_cached_tokens for o in again] == [64, 0]
+    assert again[0].num_cached_tokens >= 64 and again[1].num_cached_tokens == 0
 
 
 @pytest.mark.parametrize(

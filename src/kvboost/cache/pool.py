@@ -32,7 +32,8 @@ class KVPool:
         self._key_rows: list[Tensor] = []
         self._value_rows: list[Tensor] = []
         stride, size = layout.slab_elements, layout.block_size
-        for shape, offset in zip(layout.layers, layout.layer_offsets, strict=True):
+        base = self.slabs.storage_offset()  # as_strided counts from the storage, not from the view
+        for shape, offset in zip(layout.layers, (base + o for o in layout.layer_offsets), strict=True):
             k_elements = size * shape.k_row
             self.keys.append(
                 self.slabs.as_strided(
