@@ -33,7 +33,7 @@ class EngineConfig:
     )
     max_num_seqs: int = _option(256, "Most sequences running in one step.")
     max_num_batched_tokens: int | None = _option(
-        None, "Token budget of one step; longer prompts are prefilled in chunks. Default: 512 on CPU, 2048 on GPU."
+        None, "Token budget of one step; longer prompts are prefilled in chunks. Default: 2048."
     )
     max_num_waiting: int = _option(4096, "Most requests waiting; one more is refused with EngineBusy.")
     kv_cache_gib: float | None = _option(

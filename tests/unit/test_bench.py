@@ -151,7 +151,7 @@ def test_all_engines_make_the_same_tokens(engines, frame: Frame) -> None:
             assert 0 < answer.token_times_s[-1] <= answer.total_s
     shared = workloads.common_prefix(prompts[0], prompts[1])
     assert answers["transformers-pkv"][1].cached_tokens == shared >= 300
-    assert answers["kvboost"][1].cached_tokens == shared // 16 * 16
+    assert answers["kvboost"][1].cached_tokens == shared
     assert answers["transformers"][1].cached_tokens == 0
 
 

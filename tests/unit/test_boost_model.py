@@ -171,11 +171,11 @@ def test_calls_share_prefixes(pair: Pair) -> None:
     turn = torch.cat([first, torch.tensor([[5, 6, 7]])], dim=1)
     pair.same(turn, max_new_tokens=8)  # a next turn finds the answer too
     after = pair.ours.kvboost.stats()
-    assert after.prefix_hits_tokens - before.prefix_hits_tokens == 48 + 80
+    assert after.prefix_hits_tokens - before.prefix_hits_tokens == 63 + 83
     batch = turn.repeat(3, 1)
     batch[:, -1] = torch.tensor([9, 10, 11])
     pair.same(batch, max_new_tokens=8)
-    assert pair.ours.kvboost.stats().prefix_hits_tokens - after.prefix_hits_tokens == 3 * 80
+    assert pair.ours.kvboost.stats().prefix_hits_tokens - after.prefix_hits_tokens == 3 * 86
 
 
 def change_by_optimizer(model: PreTrainedModel, **options: Any) -> None:
@@ -220,7 +220,7 @@ def test_changed_weights_make_stored_kv_void(pair: Pair, change: Callable[[PreTr
     hits = pair.ours.kvboost.stats().prefix_hits_tokens
     assert hits == 0
     pair.same(**inputs, max_new_tokens=12)
-    assert pair.ours.kvboost.stats().prefix_hits_tokens == 48
+    assert pair.ours.kvboost.stats().prefix_hits_tokens == 63
 
 
 # -- training, saving, copying ----------------------------------------------------------------------------------------

@@ -32,8 +32,9 @@ CPU_SHARE_OF_FREE_MEMORY = 0.25
 GPU_WORKSPACE_BYTES = GIB
 """Left beside weights and KV for activations and logits of one step."""
 
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
-"""Default token budget of a step: large enough for full matrix speed, small enough that decoders are not kept waiting."""
+STEP_TOKENS = 2048
+"""Default token budget of a step. On 2 cores a prompt of 1,050 tokens of SmolLM2 takes 1.8 s in one piece and 2.1 s in
+pieces of 512; smaller budgets keep decoding sequences from waiting behind long prompts."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _build(model: PreTrainedModel, capabilities: Capabilities, config: EngineCon
     num_blocks = _num_blocks(config, layout, model.device)
     max_model_len = _fit_length(config, wanted_len, num_blocks, layout)
     device = model.device
-    step_tokens = config.max_num_batched_tokens or (CPU_STEP_TOKENS if device.type == "cpu" else GPU_STEP_TOKENS)
+    step_tokens = config.max_num_batched_tokens or STEP_TOKENS
     pool = KVPool(layout, num_blocks, model.dtype, device)
     scheduler = Scheduler(
         BlockPool(num_blocks, share=config.enable_prefix_caching), config.block_size, config.max_num_seqs, step_tokens

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import queue
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -283,7 +283,7 @@ class KVBoost:
 
     def make_requests(self, ids: list[int], resolved: Resolved, cache_salt: str | None = None) -> list[Request]:
         """The `n` requests of one prompt, checked against the model's and the pool's limits. Raises `InvalidRequest`."""
-        params = resolved.params
+        params = replace(resolved.params)  # the caller may change theirs while this one runs
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self._vocab_size:

@@ -20,8 +20,8 @@ def attend(
 ) -> Tensor:
     """Grouped-query attention.
 
-    query `[N, Hq, T, D]`, key `[N, Hkv, L, D]`, value `[N, Hkv, L, Dv]`; mask: bool, broadcastable to
-    `[N, 1, T, L]`, True where seen; `causal` (with mask None) means query t sees keys 0..t. softcap: `c * tanh(s / c)`
+    query `[N, Hq, T, D]`, key `[N, Hkv, L, D]`, value `[N, Hkv, L, Dv]`; mask: added to the
+    scores, `[N, 1, T, L]`, 0 where seen and -inf elsewhere; `causal` (with mask None) means query t sees keys 0..t. softcap: `c * tanh(s / c)`
     on scaled scores (Gemma 2). sinks `[Hq]`: a logit per head that takes part in the softmax and has no value (gpt-oss).
     Returns `[N, Hq, T, Dv]`.
     """
@@ -56,9 +56,9 @@ def _explicit(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if causal:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        mask = torch.full((1, 1, length, length), float("-inf"), dtype=query.dtype, device=query.device).triu(1)
     if mask is not None:
-        scores = scores.masked_fill(~(mask if mask.dim() < 4 else mask.unsqueeze(1)), float("-inf"))
+        scores = scores + mask.unsqueeze(1)
     scores = scores.float()
     if sinks is not None:
         sink = sinks.float().view(1, kv_heads, groups, 1, 1).expand(num, -1, -1, length, 1)

@@ -155,7 +155,7 @@ class PagedStep:
         seen = position[None] < lengths[:, None]
         if window is not None:
             seen &= position[None] >= (lengths - window)[:, None]
-        mask = None if seen.all() else torch.from_numpy(seen)[:, None, None, :].to(self._device)
+        mask = None if seen.all() else self._additive(torch.from_numpy(seen)[:, None, None, :])
         return _Group(begin, begin + len(spans), torch.from_numpy(tables).to(self._device), longest, mask)
 
     def _prompt(self, begin: int, span: Span, window: int | None) -> _Prompt:
@@ -170,7 +170,13 @@ class PagedStep:
         mask = key_position <= position
         if window is not None:
             mask &= key_position > position - window
-        return _Prompt(begin, begin + span.count, tables, span.kv_len - skip * size, mask[None, None])
+        return _Prompt(begin, begin + span.count, tables, span.kv_len - skip * size, self._additive(mask[None, None]))
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        """0 where seen, -inf elsewhere: made once per step, where SDPA would convert a bool mask in every layer."""
+        slabs = self._pool.slabs
+        mask = torch.zeros(seen.shape, dtype=slabs.dtype, device=slabs.device)
+        return mask.masked_fill_(~seen.to(slabs.device), float("-inf"))
 
 
 def _by_length(spans: Sequence[Span]) -> list[Sequence[Span]]:

@@ -60,14 +60,16 @@ class IndexResult:
 
 
 def fill(pool: BlockPool, block_size: int, prompt_tokens: int) -> None:
-    """Make the blocks of an empty pool findable by whole random prompts; what is left over stays empty."""
+    """Make the blocks of an empty pool findable, by key and as tails, by whole random prompts; the rest stays empty."""
     per_prompt = prompt_tokens // block_size
     for number in range(pool.num_blocks // per_prompt):
         keys: list[bytes] = []
-        extend_keys(keys, ROOT, random_prompt(number, prompt_tokens), block_size)
+        prompt = random_prompt(number, prompt_tokens)
+        extend_keys(keys, ROOT, prompt, block_size)
         table = [pool.allocate() for _ in keys]
-        for block, key in zip(table, keys, strict=True):
+        for i, (block, key) in enumerate(zip(table, keys, strict=True)):
             pool.name(block, key)
+            pool.note_tail(keys[i - 1] if i else ROOT, block, prompt[i * block_size : (i + 1) * block_size])
         pool.release(table)
 
 

@@ -58,14 +58,14 @@ class PrefixIndex:
     of an answer say. Each parent remembers the one that was noted last.
 
     Invariants: `_block_of[key] == block` exactly when `_key_of[block] == key`; `_tail_of[parent] == block` exactly when
-    `_tail[block] == (parent, tokens)`.
+    `_tail[block] == parent + tokens` (one object of bytes: a million of them are held).
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[bytes, int] = {}
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._tail_of: dict[bytes, int] = {}
-        self._tail: list[tuple[bytes, bytes] | None] = [None] * num_blocks
+        self._tail: list[bytes | None] = [None] * num_blocks
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -100,7 +100,7 @@ class PrefixIndex:
             self._key_of[block] = None
         tail = self._tail[block]
         if tail is not None:
-            del self._tail_of[tail[0]]
+            del self._tail_of[tail[:KEY_BYTES]]
             self._tail[block] = None
 
     def knows(self, block: int) -> bool:
@@ -113,10 +113,10 @@ class PrefixIndex:
         if before is not None:
             self._tail[before] = None
         own = self._tail[block]
-        if own is not None and own[0] != parent:
-            del self._tail_of[own[0]]
+        if own is not None and own[:KEY_BYTES] != parent:
+            del self._tail_of[own[:KEY_BYTES]]
         self._tail_of[parent] = block
-        self._tail[block] = (parent, tokens)
+        self._tail[block] = parent + tokens
         return None if before == block else before
 
     def find_tail(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class PrefixIndex:
         block = self._tail_of.get(parent)
         if block is None:
             return -1, 0
-        _, held = self._tail[block]  # type: ignore[misc]
+        held = (self._tail[block] or b"")[KEY_BYTES:]
         limit = min(len(held), len(tokens))
         same = 0
         while same < limit and held[same : same + TOKEN_BYTES] == tokens[same : same + TOKEN_BYTES]:
@@ -136,7 +136,7 @@ class PrefixIndex:
         named = {block for block, key in enumerate(self._key_of) if key is not None}
         if named != set(self._block_of.values()) or len(named) != len(self._block_of):
             raise AssertionError("prefix index: keys and blocks disagree")
-        followers = {tail[0]: block for block, tail in enumerate(self._tail) if tail is not None}
+        followers = {tail[:KEY_BYTES]: block for block, tail in enumerate(self._tail) if tail is not None}
         if followers != self._tail_of or len(followers) != sum(tail is not None for tail in self._tail):
             raise AssertionError("prefix index: tails and blocks disagree")
         for key, block in self._block_of.items():

@@ -18,7 +18,7 @@ MAX_LOGPROBS = 100
 MAX_N = 128
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingParams:
     """Sampling options of one request.
 
@@ -30,6 +30,7 @@ class SamplingParams:
     bad_words: strings that must not appear. logprobs / prompt_logprobs: alternatives per token (0: only the
     token itself). Log-probabilities are those of the raw model output, before penalties and temperature.
 
+    Fields may be assigned later, as in vLLM; each assignment is checked. A submitted request keeps what it was given.
     Raises `InvalidRequest` naming the field.
     """
 
@@ -57,16 +58,20 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        put(self, "stop", stop)
-        put(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        put(self, "bad_words", tuple(self.bad_words or ()))
-        if self.allowed_token_ids is not None:
-            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        if self.logit_bias is not None:
-            put(self, "logit_bias", _checked_bias(self.logit_bias))
         self._check()
+        object.__setattr__(self, "_checked", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dataclass_fields__:
+            raise InvalidRequest(name, "SamplingParams has no such field.")
+        before = self.__dict__.get(name)
+        object.__setattr__(self, name, _normalised(name, value))
+        if "_checked" in self.__dict__:
+            try:
+                self._check()
+            except InvalidRequest:
+                object.__setattr__(self, name, before)
+                raise
 
     def _check(self) -> None:
         _whole("n", self.n, 1, MAX_N)
@@ -108,6 +113,19 @@ class SamplingParams:
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, validated again."""
         return replace(self, **changes)
+
+
+def _normalised(name: str, value: Any) -> Any:
+    """Sequences as tuples, so that a params object never shares a list with its caller."""
+    if name == "stop" and isinstance(value, str):
+        return (value,)
+    if name in ("stop", "stop_token_ids", "bad_words"):
+        return tuple(value or ())
+    if name == "allowed_token_ids" and value is not None:
+        return tuple(value)
+    if name == "logit_bias" and value is not None:
+        return _checked_bias(value)
+    return value
 
 
 def _checked_bias(bias: Mapping[Any, Any]) -> dict[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from collections.abc import Iterator
@@ -87,8 +88,8 @@ def load_model(source: Source, dtype: str | torch.dtype, device: torch.device) -
     config = load_config(source)
     # With the config in hand Transformers does not read a GGUF file's metadata (49,152 tokens, seconds) once more.
     arguments: dict[str, Any] = {"config": config, "dtype": resolve_dtype(dtype, device), **source.arguments}
-    if device.type != "cpu":
-        arguments["device_map"] = {"": device}
+    if device.type != "cpu" and importlib.util.find_spec("accelerate"):
+        arguments["device_map"] = {"": device}  # straight to the device; without accelerate, by way of host memory
     try:
         with _quiet_load():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -104,7 +105,7 @@ def load_model(source: Source, dtype: str | torch.dtype, device: torch.device) -
             f"{source.directory_or_id}: {len(missing)} weights are missing and {len(mismatched)} have a wrong shape "
             f"({names} ...): they would be random. Download the checkpoint again."
         )
-    return model.eval()
+    return model.eval().to(device)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
