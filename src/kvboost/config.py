@@ -43,6 +43,9 @@ class EngineConfig:
     gpu_memory_utilization: float = _option(0.9, "Share of GPU memory for weights, workspace and KV together.")
     kv_cache_dtype: str = _option("auto", "Format of stored KV: auto (the model's dtype).")
     enable_prefix_caching: bool = _option(True, "Find the KV of shared prefixes again instead of computing it.")
+    compile: bool = _option(
+        True, "Use kernels compiled for this machine (C++ on CPUs, needs g++ once); without, plain PyTorch."
+    )
     path: str = _option(
         "auto", "How the model is run: auto, paged (AttentionInterface), or compat (its own attention)."
     )

@@ -24,6 +24,7 @@ from kvboost.api.boost_loop import DecodingLoop
 from kvboost.api.boost_watch import Survey, has_adapters
 from kvboost.api.kvboost import KVBoost
 from kvboost.errors import InvalidRequest
+from kvboost.models.fused.fuse import unfuse
 
 log = logging.getLogger("kvboost")
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -106,6 +107,7 @@ class _Patch:
             del vars(self._model)[name]
         if self._own_generate is not None:
             vars(self._model)["generate"] = self._own_generate
+        unfuse(self._model)
         _restore_attention(self._model, self._attention)
 
     # -- generating ------------------------------------------------------------------------------------------------
@@ -206,6 +208,7 @@ def _empty(model_class: type[PreTrainedModel]) -> PreTrainedModel:
 
 def _set_plain_state(model: PreTrainedModel, state: tuple[dict[str, Any], str]) -> None:
     model.__setstate__(state[0])
+    unfuse(model)
     _restore_attention(model, state[1])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost.attention.backends import Backend, choose
 from kvboost.attention.interface import attached, detach
 from kvboost.cache.blocks import BlockPool
 from kvboost.cache.layout import SlabLayout
@@ -20,6 +21,8 @@ from kvboost.engine.scheduler import Scheduler
 from kvboost.errors import ConfigError
 from kvboost.models.capabilities import Capabilities, discover
 from kvboost.models.fingerprint import weights_fingerprint
+from kvboost.models.fused.cpu import CpuOps
+from kvboost.models.fused.fuse import fuse, unfuse
 from kvboost.models.limits import LengthLimit, length_limit, refuse_unsupported
 
 GIB = 1 << 30
@@ -43,6 +46,9 @@ class Built:
 
     engine: Engine
     capabilities: Capabilities
+    backend: Backend
+    fused: dict[str, int]
+    """Modules that run in a fused form, by kind."""
     layout: SlabLayout
     namespace: bytes
     max_model_len: int
@@ -61,6 +67,7 @@ def build(model: PreTrainedModel, config: EngineConfig) -> Built:
         return _build(model, discover(model, config.path), config)
     except BaseException:
         if not shared:
+            unfuse(model)
             detach(model)
         raise
 
@@ -75,13 +82,15 @@ def _build(model: PreTrainedModel, capabilities: Capabilities, config: EngineCon
     max_model_len = _fit_length(config, wanted_len, num_blocks, layout)
     device = model.device
     step_tokens = config.max_num_batched_tokens or STEP_TOKENS
+    backend = choose(capabilities.layers, model.dtype, device, config.compile)
+    fused = fuse(model, CpuOps(), max_model_len) if backend.name == "native" and capabilities.path == "paged" else {}
     pool = KVPool(layout, num_blocks, model.dtype, device)
     scheduler = Scheduler(
         BlockPool(num_blocks, share=config.enable_prefix_caching), config.block_size, config.max_num_seqs, step_tokens
     )
-    engine = Engine(Runner(model, capabilities, pool), scheduler, config.max_num_waiting)
+    engine = Engine(Runner(model, capabilities, backend, pool), scheduler, config.max_num_waiting)
     return Built(
-        engine, capabilities, layout, weights_fingerprint(model) + layout.fingerprint, max_model_len, limit,
+        engine, capabilities, backend, fused, layout, weights_fingerprint(model) + layout.fingerprint, max_model_len, limit,
         config.replace(max_model_len=max_model_len, num_blocks=num_blocks, max_num_batched_tokens=step_tokens),
     )  # fmt: skip
 

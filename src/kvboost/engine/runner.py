@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvboost.attention.paged_torch import PagedStep, Span
+from kvboost.attention.backends import Backend
+from kvboost.attention.paged_torch import Span
 from kvboost.attention.step import running
 from kvboost.cache.pool import KVPool
 from kvboost.engine.request import Request
@@ -39,9 +40,12 @@ class StepLogits:
 class Runner:
     """Runs the model over the pool. Keeps the model weakly: the engine's thread must not keep it alive."""
 
-    def __init__(self, model: PreTrainedModel, capabilities: Capabilities, pool: KVPool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, capabilities: Capabilities, backend: Backend, pool: KVPool
+    ) -> None:
         self._model = weakref.proxy(model)
         self._capabilities = capabilities
+        self._backend = backend
         self._pool = pool
         self._device = pool.slabs.device
 
@@ -71,7 +75,7 @@ class Runner:
             positions += range(w.start, w.start + w.count)
             spans.append(Span(w.start, w.count, w.request.blocks))
         wanted = _Wanted(work)
-        step = PagedStep(self._pool, spans, self._capabilities.layer_ids)
+        step = self._backend.make_step(self._pool, spans, self._capabilities.layer_ids)
         with running(step):
             logits = self._call(ids, positions, wanted.rows, use_cache=False)
         if step.num_attended != len(self._capabilities.layers):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvboost.attention.backends import choose
 from kvboost.cache.layout import LayerShape, SlabLayout
 from kvboost.models.capabilities import discover
 from kvboost.models.gguf import read_once
@@ -65,11 +66,14 @@ def _describe(path: str, load: bool) -> ModelDescription:
     loaded: dict[str, Any] = {}
     attention = _heads(text)
     architecture = (config.architectures or [config.model_type])[0]
+    backend = "known once the weights are loaded"
     if load:
         model = load_model(source, "auto", device)
         dtype, architecture = model.dtype, type(model).__name__
         capabilities = discover(model)
         layout = SlabLayout(capabilities.layers, DEFAULT_BLOCK_SIZE, str(dtype), model.dtype.itemsize)
+        chosen = choose(capabilities.layers, model.dtype, device, compiled=True)
+        backend = f"{chosen.name}: {chosen.reason}" if capabilities.path == "paged" else "the model's own"
         attention = f"{capabilities.q_heads} query heads, {_shapes(capabilities.layers)}"
         loaded = {
             "path": capabilities.path,
@@ -92,7 +96,7 @@ def _describe(path: str, load: bool) -> ModelDescription:
         attention=attention,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        attention_backend="torch: gathers pages, then scaled_dot_product_attention",
+        attention_backend=backend,
         max_model_len=limit.tokens,
         max_model_len_reason=limit.reason,
         vocabulary=text.vocab_size,

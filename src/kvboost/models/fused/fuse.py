@@ -1,0 +1,295 @@
+"""Finds modules that have a fused form, proves each on numbers, and puts it in for engine steps.
+
+The model runs a few tokens twice, at near and at far positions, and every candidate is given what its module was
+given: small and large inputs alike. Only a form that answers as the module did is put in. Outside of engine steps, and
+as soon as someone replaces a weight, the module's own code runs.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvboost.attention.step import current_step, running
+from kvboost.models.fused.ops import Ops
+from kvboost.models.fused.parts import Attention, Held, Layer, Linear, Mlp, Norm
+from kvboost.models.fused.reference import ReferenceStep
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Greatest ‖fused - own‖ / ‖own‖. A form that computes something else is off by far more."""
+
+LARGE = 64.0
+"""Inputs are tried scaled by this too: a module that clips or caps shows it there."""
+
+Forward = Callable[..., Any]
+
+
+class Fused:
+    """Stands as `forward` on one module instance."""
+
+    def __init__(
+        self, module: nn.Module, held: Held, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._held = held
+        self._answer = answer
+        self._own = type(module).forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = current_step()
+        if step is not None and hasattr(step, "attend_packed") and self._held.intact():
+            return self._answer(step, args, kwargs)
+        return self._own(self._module(), *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """A copy of the module, deep or pickled, gets its class's own forward."""
+        return _own_forward, (self._module(),)
+
+
+def fuse(model: PreTrainedModel, ops: Ops, positions_below: int) -> dict[str, int]:
+    """Put fused forms into `model`, whose attention is attached; returns how many of each kind.
+
+    positions_below: positions the model serves; the probe goes up to the last one.
+    """
+    unfuse(model)
+    with torch.no_grad():  # not inference mode: weights move here, and the model may be trained later
+        calls = _observe(model, positions_below)
+        builder = _Builder(model, ops, calls)
+        builder.run()
+    return builder.counts
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give every module its class's own forward back."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, Fused) or forward == _own_forward(module):
+            del vars(module)["forward"]
+
+
+def _own_forward(module: nn.Module) -> types.MethodType:
+    """What `module.forward` is when nobody has put anything in its place."""
+    return types.MethodType(type(module).forward, module)
+
+
+class _Call:
+    """One call of a module, as its model made it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+
+    def scaled(self, factor: float) -> _Call:
+        if self.args:
+            return _Call((self.args[0] * factor, *self.args[1:]), self.kwargs)
+        name = "hidden_states" if "hidden_states" in self.kwargs else "x"
+        return _Call((), {**self.kwargs, name: self.kwargs[name] * factor})
+
+
+def _observe(model: PreTrainedModel, positions_below: int) -> dict[nn.Module, list[_Call]]:
+    """Run the model at far and at near positions (near last: some rotary embeddings keep what they saw)."""
+    calls: dict[nn.Module, list[_Call]] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(module, []).append(_Call(args, kwargs))
+
+    count = 10
+    far = torch.linspace(0, max(count, positions_below) - 1, count).long()
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(3, 3 + 7 * count, 7, device=model.device)[None] % vocabulary
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        for positions in (far, torch.arange(count)):
+            with running(ReferenceStep(packed=False)):
+                model(input_ids=ids, position_ids=positions.to(model.device)[None], use_cache=False)
+    return calls
+
+
+class _Builder:
+    """Goes through the model from the leaves up: norms, MLPs and attention, then whole layers, then what is left."""
+
+    def __init__(self, model: PreTrainedModel, ops: Ops, calls: dict[nn.Module, list[_Call]]) -> None:
+        self._model, self._ops, self._calls = model, ops, calls
+        self._norms: dict[nn.Module, Norm] = {}
+        self._mlps: dict[nn.Module, Mlp] = {}
+        self._attentions: dict[nn.Module, Attention] = {}
+        self._held: dict[nn.Module, Held] = {}
+        self._covered: set[nn.Module] = set()
+        self.counts = {"layers": 0, "attention": 0, "mlp": 0, "norms": 0, "linears": 0}
+
+    def run(self) -> None:
+        modules = [m for m in self._model.modules() if "forward" not in vars(m)]
+        for module in modules:
+            self._norm(module)
+        for module in modules:
+            self._mlp(module)
+            self._attention(module)
+        for module in modules:
+            self._layer(module)
+        for module in modules:
+            self._linear(module)
+
+    def _norm(self, module: nn.Module) -> None:
+        ops = self._ops
+        for norm, held in Norm.candidates(module, Held):
+
+            def answer(step: Any, args: Any, kwargs: Any, norm: Norm = norm) -> Tensor:
+                x: Tensor = args[0] if args else kwargs["hidden_states"]
+                return norm(ops, x.reshape(-1, x.shape[-1])).view(x.shape)
+
+            if self._put(module, held, answer, "norms"):
+                self._norms[module] = norm
+                return
+
+    def _mlp(self, module: nn.Module) -> None:
+        held = Held()
+        mlp = Mlp.read(module, held) if module in self._calls else None
+        if mlp is None:
+            return
+        ops = self._ops
+
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor:
+            x: Tensor = args[0] if args else kwargs["hidden_states"]
+            return mlp(ops, x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+        if self._put(module, held, answer, "mlp"):
+            self._mlps[module] = mlp
+            self._covered.update(module.children())
+
+    def _attention(self, module: nn.Module) -> None:
+        held = Held()
+        attention = Attention.read(module, held, self._norms.get) if module in self._calls else None
+        if attention is None or not self._learn(module, attention):
+            return
+        ops = self._ops
+
+        def answer(step: Any, args: Any, kwargs: Any) -> tuple[Tensor, None]:
+            x: Tensor = args[0] if args else kwargs["hidden_states"]
+            return attention(ops, step, x[0], _rotary(step, args, kwargs)).unsqueeze(0), None
+
+        if self._put(module, held, answer, "attention"):
+            self._attentions[module] = attention
+            self._covered.update(module.children())
+
+    def _learn(self, module: nn.Module, attention: Attention) -> bool:
+        """Heads and options, from the calls of its own code; they must not depend on the position."""
+        seen = []
+        for call in self._calls[module]:
+            step = ReferenceStep(packed=False)
+            with running(step):
+                module(*call.args, **call.kwargs)
+            if step.heads is None:
+                return False
+            seen.append((step.heads, step.options))
+        (heads, options), others = seen[0], seen[1:]
+        if any(h != heads or not _same(o, options) for h, o in others):
+            return False
+        attention.learn(*heads, options)
+        return True
+
+    def _layer(self, module: nn.Module) -> None:
+        children = {name: child for name, child in module._modules.items() if not isinstance(child, nn.Dropout)}
+        names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+        if (
+            set(children) != set(names)
+            or module not in self._calls
+            or module._forward_hooks
+            or module._forward_pre_hooks
+        ):
+            return
+        before, attention, between, mlp = (children[name] for name in names)
+        if (
+            before not in self._norms
+            or attention not in self._attentions
+            or between not in self._norms
+            or mlp not in self._mlps
+        ):
+            return
+        layer = Layer(self._norms[before], self._attentions[attention], self._norms[between], self._mlps[mlp])
+        held = Held([entry for child in children.values() for entry in self._held[child].entries])  # type: ignore[index]
+        ops, whole = self._ops, self._ops.compile_layer(layer)
+
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor:
+            x: Tensor = args[0] if args else kwargs["hidden_states"]
+            x, rotary = x[0], _rotary(step, args, kwargs)
+            out = None if whole is None else whole(step, x, rotary)
+            return (layer(ops, step, x, rotary) if out is None else out).unsqueeze(0)
+
+        self._put(module, held, answer, "layers")
+
+    def _linear(self, module: nn.Module) -> None:
+        if module in self._covered or module not in self._calls or not Linear.fits([module]):
+            return
+        held = Held()
+        linear, ops = Linear([module], held), self._ops  # type: ignore[list-item]
+
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor:
+            x: Tensor = args[0] if args else kwargs["input"]
+            return linear(ops, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+        self._put(module, held, answer, "linears")
+
+    def _put(self, module: nn.Module, held: Held, answer: Callable[..., Any], kind: str) -> bool:
+        if module not in self._calls:
+            return False
+        fused = Fused(module, held, answer)
+        far, near = self._calls[module][0], self._calls[module][-1]
+        if not (self._equal(module, fused, near) and self._equal(module, fused, far.scaled(LARGE))):
+            return False
+        vars(module)["forward"] = fused
+        self._held[module] = held
+        self.counts[kind] += 1
+        return True
+
+    def _equal(self, module: nn.Module, fused: Fused, call: _Call) -> bool:
+        try:
+            with _plain(module), running(ReferenceStep(packed=False)):
+                own = type(module).forward(module, *call.args, **call.kwargs)
+            with running(ReferenceStep(packed=True)):
+                ours = fused(*call.args, **call.kwargs)
+        except Exception:  # a shape or an argument the form does not know: it is not this module
+            return False
+        if isinstance(own, tuple):
+            if not isinstance(ours, tuple) or len(own) != len(ours) or any(x is not None for x in own[1:]):
+                return False
+            own, ours = own[0], ours[0]
+        if not isinstance(own, Tensor) or own.shape != ours.shape or own.dtype != ours.dtype:
+            return False
+        difference = (own.float() - ours.float()).norm() / own.float().norm().clamp_min(1e-12)
+        return bool(difference < TOLERANCE[own.dtype])
+
+
+def _rotary(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """cos and sin `[T, R]` among the arguments of a layer or its attention; the same pair serves many layers."""
+    given = kwargs.get("position_embeddings")
+    if given is None:
+        given = next((a for a in args[1:] if isinstance(a, tuple) and len(a) == 2), None)
+    if given is None:
+        return None
+    known = getattr(step, "rotary", None)
+    if known is None or known[0] is not given:
+        known = step.rotary = given, (given[0][0].contiguous(), given[1][0].contiguous())
+    pair: tuple[Tensor, Tensor] = known[1]
+    return pair
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[k] is b[k] or (not isinstance(a[k], Tensor) and a[k] == b[k]) for k in a)
+
+
+@contextmanager
+def _plain(module: nn.Module) -> Iterator[None]:
+    """The module and all below it as their classes made them."""
+    taken = [(m, vars(m).pop("forward")) for m in module.modules() if isinstance(vars(m).get("forward"), Fused)]
+    try:
+        yield
+    finally:
+        for m, forward in taken:
+            vars(m)["forward"] = forward

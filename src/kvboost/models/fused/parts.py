@@ -1,0 +1,236 @@
+"""The computations behind fused modules, and how each is read off a Transformers module.
+
+`read(module, ...)` returns None when a module does not look like what the part computes; whether it truly is, only a
+comparison on numbers decides (see `fuse.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvboost.models.fused.ops import Ops
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+
+
+class PackedStep(Protocol):
+    """A step that rotates, stores and attends from one fused product (see `NativeStep.attend_packed`)."""
+
+    def attend_packed(
+        self, layer_idx: int, qkv: Tensor, q_heads: int, rotary: tuple[Tensor, Tensor] | None, **options: Any
+    ) -> Tensor: ...
+
+
+@dataclass
+class Held:
+    """Weights a part computes with. `intact()` is False once someone has replaced or moved one of them."""
+
+    entries: list[tuple[dict[str, Any], str, Tensor, int]] = field(default_factory=list)
+
+    def add(self, module: nn.Module, name: str) -> Tensor:
+        tensor: Tensor = module._parameters[name]  # type: ignore[assignment]
+        self.entries.append((module._parameters, name, tensor, tensor.data_ptr()))
+        return tensor.detach()
+
+    def refresh(self) -> None:
+        """Take the present addresses for good: the weights were moved on purpose."""
+        self.entries = [(where, name, tensor, tensor.data_ptr()) for where, name, tensor, _ in self.entries]
+
+    def intact(self) -> bool:
+        for where, name, tensor, address in self.entries:
+            if where.get(name) is not tensor or tensor.data_ptr() != address:
+                return False
+        return True
+
+
+class Linear:
+    """One `nn.Linear`, or several that share their input: their rows lie one after the other in memory."""
+
+    def __init__(self, linears: Sequence[nn.Linear], held: Held) -> None:
+        self.weights = [held.add(linear, "weight") for linear in linears]
+        self.biases = [held.add(linear, "bias") for linear in linears if linear.bias is not None]
+        self.weight, self.bias = self.weights[0], self.biases[0] if self.biases else None
+        if len(linears) > 1:
+            self.weight = _joined([linear.weight for linear in linears])
+            self.bias = _joined([linear.bias for linear in linears]) if self.biases else None
+            held.refresh()
+
+    @staticmethod
+    def fits(linears: Sequence[Any]) -> bool:
+        """Plain linears of one input size, all with a bias or none."""
+        return (
+            all(type(x) is nn.Linear and x.weight.is_contiguous() and not _hooked(x) for x in linears)
+            and len({x.in_features for x in linears}) == 1
+            and len({x.bias is None for x in linears}) == 1
+        )
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class Norm:
+    """RMS norm over the last dimension."""
+
+    def __init__(self, module: nn.Module, offset: float, held: Held) -> None:
+        self.weight = held.add(module, "weight")
+        self.eps = _eps(module) or 0.0
+        self.offset = offset
+
+    @staticmethod
+    def candidates(module: nn.Module, held: Callable[[], Held]) -> list[tuple[Norm, Held]]:
+        if not type(module).__name__.endswith("RMSNorm") or _eps(module) is None or _hooked(module):
+            return []
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 1 or not weight.is_contiguous() or len(module._parameters) != 1:
+            return []
+        found = []
+        for offset in (0.0, 1.0):
+            mine = held()
+            found.append((Norm(module, offset, mine), mine))
+        return found
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        return ops.rms_norm(x.unsqueeze(1), self.weight, self.eps, self.offset).squeeze(1)
+
+    def heads(self, ops: Ops, part: Tensor) -> None:
+        """Normalise the heads of `part[rows, heads * dim]` in place; a weight as wide as `part` takes them together."""
+        n = self.weight.numel()
+        view = part.as_strided((part.shape[0], part.shape[1] // n, n), (part.stride(0), n, 1))
+        ops.rms_norm(view, self.weight, self.eps, self.offset, out=view)
+
+
+class Mlp:
+    """`down(activation(gate(x)) * up(x))`."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+
+    @staticmethod
+    def read(module: nn.Module, held: Held) -> Mlp | None:
+        children = module._modules
+        if "gate_up_proj" in children:
+            first = [children["gate_up_proj"]]
+        else:
+            first = [children.get("gate_proj"), children.get("up_proj")]
+        down = children.get("down_proj")
+        activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
+        if activation is None or not Linear.fits(first) or not Linear.fits([down]):
+            return None
+        if len(first) == 2 and first[0].out_features != first[1].out_features:  # type: ignore[union-attr]
+            return None
+        return Mlp(Linear(first, held), Linear([down], held), activation)  # type: ignore[arg-type, list-item]
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        return self.down(ops, ops.gate(self.gate_up(ops, x), self.activation))
+
+
+class Attention:
+    """q, k and v in one product, optional norms of q and k, rotary embedding, paged attention, output projection."""
+
+    def __init__(self, module: nn.Module, qkv: Linear, out: Linear, norms: tuple[Norm | None, Norm | None]) -> None:
+        self.layer_idx: int = module.layer_idx  # type: ignore[assignment]
+        self.qkv, self.out, self.norms = qkv, out, norms
+        self.q_heads = self.q_width = self.k_width = 0
+        self.options: dict[str, Any] = {}
+
+    @staticmethod
+    def read(module: nn.Module, held: Held, norm_of: Callable[[nn.Module], Norm | None]) -> Attention | None:
+        children = module._modules
+        first = (
+            [children["qkv_proj"]]
+            if "qkv_proj" in children
+            else [children.get(f"{name}_proj") for name in ("q", "k", "v")]
+        )
+        out = next((children[name] for name in ("o_proj", "dense", "out_proj") if name in children), None)
+        if not isinstance(getattr(module, "layer_idx", None), int) or not Linear.fits(first) or not Linear.fits([out]):
+            return None
+        norms: list[Norm | None] = []
+        for name in ("q_norm", "k_norm"):
+            child = children.get(name)
+            norms.append(None if child is None else norm_of(child))
+            if child is not None and norms[-1] is None:
+                return None
+            if child is not None:
+                held.add(child, "weight")
+        return Attention(module, Linear(first, held), Linear([out], held), (norms[0], norms[1]))  # type: ignore[arg-type, list-item]
+
+    def learn(self, q_heads: int, k_heads: int, dim: int, options: dict[str, Any]) -> None:
+        """Take heads and options from a call that the module's own code made."""
+        self.q_heads, self.q_width, self.k_width = q_heads, q_heads * dim, k_heads * dim
+        self.options = options
+
+    def __call__(self, ops: Ops, step: PackedStep, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        qkv = self.qkv(ops, x)
+        q_norm, k_norm = self.norms
+        if q_norm is not None:
+            q_norm.heads(ops, qkv[:, : self.q_width])
+        if k_norm is not None:
+            k_norm.heads(ops, qkv[:, self.q_width : self.q_width + self.k_width])
+        out = step.attend_packed(self.layer_idx, qkv, self.q_heads, rotary, **self.options)
+        return self.out(ops, out.reshape(x.shape[0], -1))
+
+
+class Layer:
+    """A decoder layer that normalises before attention and before its MLP, each added to the residual."""
+
+    def __init__(self, before: Norm, attention: Attention, between: Norm, mlp: Mlp) -> None:
+        self.before, self.attention, self.between, self.mlp = before, attention, between, mlp
+
+    def __call__(self, ops: Ops, step: PackedStep, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        attended = self.attention(ops, step, self.before(ops, x), rotary)
+        norm = self.between
+        total, normed = ops.add_rms_norm(x, attended, norm.weight, norm.eps, norm.offset)
+        return total.add_(self.mlp(ops, normed))
+
+
+def _joined(parameters: Sequence[Any]) -> Tensor:
+    """One tensor of all rows, of which each parameter becomes a view: one copy of the weights is kept."""
+    first = parameters[0]
+    rows = sum(p.shape[0] for p in parameters)
+    adjacent = all(
+        b.data_ptr() == a.data_ptr() + a.nbytes and b.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for a, b in itertools.pairwise(parameters)
+    )
+    if adjacent:
+        shape = (rows, *first.shape[1:])
+        return first.detach().as_strided(shape, first.stride(), first.storage_offset())
+    whole = torch.cat([p.detach() for p in parameters])
+    at = 0
+    for parameter in parameters:
+        parameter.data = whole[at : at + parameter.shape[0]]
+        at += parameter.shape[0]
+    return whole
+
+
+def _eps(module: nn.Module) -> float | None:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return float(eps) if isinstance(eps, (int, float)) else None
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether someone listens to calls of the module, which a fused form would not make."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _activation(function: Any) -> str | None:
+    """Which of `ACTIVATIONS` a module computes, found out by trying."""
+    if function is None:
+        return None
+    x = torch.linspace(-6, 6, 97, dtype=torch.float64)
+    own = {
+        "silu": nn.functional.silu(x),
+        "gelu_tanh": nn.functional.gelu(x, approximate="tanh"),
+        "gelu": nn.functional.gelu(x),
+        "relu": nn.functional.relu(x),
+    }
+    try:
+        theirs = function(x)
+    except Exception:  # whatever a foreign activation raises, it is not one of ours
+        return None
+    return next((name for name in ACTIVATIONS if torch.allclose(own[name], theirs, atol=1e-9)), None)

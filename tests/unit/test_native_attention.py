@@ -1,0 +1,159 @@
+"""The C++ attention against the plain PyTorch one, on pools whose blocks lie in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvboost.attention.paged_native import NativeStep, unsupported
+from kvboost.attention.paged_torch import PagedStep, Span
+from kvboost.cache.layout import LayerShape, SlabLayout
+from kvboost.cache.pool import KVPool
+from kvboost.kernels.native.library import unavailable
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+MODULE = SimpleNamespace(layer_idx=5)
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def spans_of(pieces: list[tuple[int, int]], block_size: int) -> tuple[list[Span], int]:
+    """Spans for `(start, count)` pieces, decoders first, over shuffled blocks; and the number of blocks."""
+    pieces = sorted(pieces, key=lambda piece: piece[1] > 1)
+    needed = [-(-(start + count) // block_size) for start, count in pieces]
+    free = list(range(sum(needed) + 1))
+    random.shuffle(free)
+    spans = [
+        Span(start, count, [free.pop() for _ in range(blocks)])
+        for (start, count), blocks in zip(pieces, needed, strict=True)
+    ]
+    return spans, sum(needed) + 1
+
+
+def both(
+    pieces: list[tuple[int, int]],
+    shape: LayerShape,
+    q_heads: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[1, T, Hq, Dv]` of C++ and of PyTorch in fp32; the pools must end up the same."""
+    layout = SlabLayout((LayerShape(1, 8, 1, 8), shape), block_size, "x", dtype.itemsize)
+    spans, num_blocks = spans_of(pieces, block_size)
+    rows = sum(count for _, count in pieces)
+    query, key, value = (
+        torch.randn(1, heads, rows, dim).to(dtype)
+        for heads, dim in ((q_heads, shape.k_dim), (shape.k_heads, shape.k_dim), (shape.v_heads, shape.v_dim))
+    )
+    base = torch.randn(num_blocks, layout.slab_elements).to(dtype)
+    native = KVPool(layout, num_blocks, dtype, torch.device("cpu"))
+    native.slabs.copy_(base)
+    step = NativeStep(native, spans, {5: 1})
+    ours = step.attend(MODULE, query, key, value, **options)  # type: ignore[arg-type]
+    assert step.num_attended == 1
+    wide = SlabLayout(layout.layers, block_size, "x", 4)
+    plain = KVPool(wide, num_blocks, torch.float32, torch.device("cpu"))
+    elements = layout.bytes_per_token * block_size // dtype.itemsize
+    plain.slabs[:, :elements] = base[:, :elements].float()
+    reference = PagedStep(plain, spans, {5: 1})
+    theirs = reference.attend(MODULE, query.float(), key.float(), value.float(), **options)  # type: ignore[arg-type]
+    assert torch.equal(native.slabs[:, :elements].float(), plain.slabs[:, :elements])
+    return ours, theirs
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    tolerance = 2e-5 if ours.dtype == torch.float32 else 2e-2
+    assert ours.shape == theirs.shape
+    torch.testing.assert_close(ours.float(), theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_mix_of_sequences_and_options(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    torch.set_num_threads(random.choice([1, 2]))
+    heads, group, dim = random.choice([1, 2, 3]), random.choice([1, 2, 3, 7, 8]), random.choice([8, 16, 64, 80, 128])
+    shape = LayerShape(heads, dim, heads, random.choice([dim, dim, 16, 24]))
+    pieces = [
+        (random.choice([0, 1, random.randrange(700)]), random.choice([1, 1, 1, 2, 5, random.randrange(1, 150)]))
+        for _ in range(random.randrange(1, 6))
+    ]
+    options: dict[str, Any] = {}
+    if random.random() < 0.4:
+        options["sliding_window"] = random.choice([1, 5, 17, 100, 300])
+    if random.random() < 0.3:
+        options["softcap"] = random.choice([5.0, 50.0])
+    if random.random() < 0.3:
+        options["s_aux"] = torch.randn(heads * group)
+    if random.random() < 0.5:
+        options["scaling"] = 0.1
+    dtype = random.choice([torch.float32, torch.bfloat16])
+    assert_near(*both(pieces, shape, heads * group, random.choice([8, 16, 32]), dtype, **options))
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 129, 5000])
+def test_decode_at_every_kind_of_length(length: int) -> None:
+    torch.set_num_threads(2)
+    assert_near(*both([(length - 1, 1)], LayerShape(2, 64, 2, 64), 6))
+
+
+def test_a_large_batch_of_unequal_lengths() -> None:
+    torch.set_num_threads(2)
+    pieces = [(random.randrange(300), 1) for _ in range(64)]
+    assert_near(*both(pieces, LayerShape(2, 64, 2, 64), 4))
+
+
+def test_slots_beyond_a_sequence_are_never_read() -> None:
+    """NaN left in the unused slots of a block, or in other blocks, reaches no one."""
+    layout = SlabLayout((LayerShape(1, 16, 1, 16),), 16, "x", 4)
+    pool = KVPool(layout, 4, torch.float32, torch.device("cpu"))
+    pool.slabs.fill_(float("nan"))
+    tokens = torch.randn(1, 1, 5, 16)
+    out = NativeStep(pool, [Span(0, 5, [2])], {5: 0}).attend(MODULE, tokens, tokens, tokens)  # type: ignore[arg-type]
+    assert torch.isfinite(out).all()
+
+
+def test_packed_product_equals_separate_tensors() -> None:
+    """`attend_packed` without rotation is `attend` of the parts; with it, half-rotation of q and k."""
+    torch.manual_seed(1)
+    q_heads, heads, dim, v_dim, rotary = 6, 2, 32, 24, 16
+    layout = SlabLayout((LayerShape(heads, dim, heads, v_dim),), 16, "x", 4)
+    qkv = torch.randn(7, q_heads * dim + heads * (dim + v_dim))
+    q, k, v = qkv.split((q_heads * dim, heads * dim, heads * v_dim), dim=1)
+    q, k = q.reshape(7, q_heads, dim), k.reshape(7, heads, dim)
+    angle = torch.randn(7, rotary // 2)
+    cos, sin = (torch.cat((f(angle), f(angle)), dim=1) for f in (torch.cos, torch.sin))
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
+        c, s = cos[:, None, : rotary // 2], sin[:, None, : rotary // 2]
+        return torch.cat((a * c - b * s, b * c + a * s, x[..., rotary:]), dim=-1)
+
+    spans = [Span(0, 7, [1, 3])]
+    pools = [KVPool(layout, 4, torch.float32, torch.device("cpu")) for _ in range(2)]
+    apart = [x.transpose(0, 1).unsqueeze(0) for x in (turned(q), turned(k), v.reshape(7, heads, v_dim))]
+    expected = NativeStep(pools[0], spans, {5: 0}).attend(MODULE, *apart)  # type: ignore[arg-type]
+    out = NativeStep(pools[1], spans, {5: 0}).attend_packed(5, qkv.clone(), q_heads, (cos, sin))
+    torch.testing.assert_close(out, expected[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(pools[0].slabs, pools[1].slabs, atol=1e-6, rtol=1e-6)
+
+
+def test_what_cannot_be_served_is_named() -> None:
+    shape = (LayerShape(2, 64, 2, 64),)
+    assert unsupported(shape, torch.float32, torch.device("cpu")) is None
+    assert "float16" in str(unsupported(shape, torch.float16, torch.device("cpu")))
+    assert "cuda" in str(unsupported(shape, torch.float32, torch.device("cuda")))
+    assert "heads" in str(unsupported((LayerShape(2, 64, 1, 64),), torch.float32, torch.device("cpu")))
