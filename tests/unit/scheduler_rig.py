@@ -79,7 +79,7 @@ class Rig:
             return None
         request = Request(
             id=str(len(self._salts)), prompt_ids=prompt, root=root_key(b"weights", salt), max_total_tokens=total,
-            params=SamplingParams(prompt_logprobs=0 if prompt_logprobs else None), prefill_only=prefill_only, pin=pin,
+            params=SamplingParams(temperature=0, prompt_logprobs=0 if prompt_logprobs else None), prefill_only=prefill_only, pin=pin,
         )  # fmt: skip
         self._salts[request.id] = salt
         self.scheduler.add(request)
@@ -88,14 +88,43 @@ class Rig:
         self.check()
         return request
 
-    def step(self, *, abort: int | None = None) -> StepPlan:
-        """One whole step: plan, write, attend, sample, finish. `abort`: end that request between plan and commit."""
+    def step(self, *, abort: int | None = None, ahead: int = 0) -> StepPlan:
+        """One whole step: plan, write, attend, sample, finish. `abort`: end that request between plan and commit.
+
+        `ahead`: this many further steps are begun before the tokens of the one before are known, where that may be.
+        """
         plan = self.plan()
         if abort is not None:
             self._abort(abort)
         for work in plan.work:
             self._write(work, garbage=False)
             self._attend(work)
+        for _ in range(ahead):
+            following = self.scheduler.plan_ahead(plan)
+            if following is None:
+                break
+            self._begin_ahead(plan, following)
+            plan = following
+        self._collect(plan)
+        self.check()
+        return plan
+
+    def _begin_ahead(self, plan: StepPlan, following: StepPlan) -> None:
+        """The device computes `following` with the block tables of now, whoever ends when `plan` is read."""
+        taken = [(work, list(work.request.blocks)) for work in following.work]
+        for work, blocks in taken:
+            assert len(blocks) == self.scheduler.blocks_for(work.start + 1)
+        self._collect(plan)
+        for work, blocks in taken:
+            self._write(work, garbage=work.request.finished, blocks=blocks)
+        self.scheduler.adopt(following)
+        assert not any(w.request.finished for w in following.work)
+        for work in following.work:
+            self._note_content(work)
+            self._attend(work)
+            self.seen["begun ahead"] += 1
+
+    def _collect(self, plan: StepPlan) -> None:
         answers = [self._read(w) for w in plan.work]
         self.scheduler.commit(plan)
         for work, content in zip(plan.work, answers, strict=True):
@@ -114,8 +143,6 @@ class Rig:
         for request in plan.done:
             if not request.finished:
                 self._finish(request, "stop")
-        self.check()
-        return plan
 
     def failing_step(self, written: int, *, abort: int | None = None) -> StepPlan:
         """A step that breaks: the first `written` pieces of work left garbage, the rest left nothing."""
@@ -182,9 +209,7 @@ class Rig:
             assert work.count > 0 and work.start == request.num_computed and end <= len(request.tokens)
             assert work.sample == (end == len(request.tokens) and not request.prefill_only)
             assert len(request.blocks) == scheduler.blocks_for(end), "holds more or fewer blocks than it writes"
-            for i in range(work.start // self.block_size, end // self.block_size):
-                numbers = self._path(request, request.tokens[: (i + 1) * self.block_size])
-                self.content[request.keys[i]] = numbers[i * self.block_size :]
+            self._note_content(work)
         admitted = [w for w in plan.work if id(w.request) not in was_running]
         for request in plan.done:
             assert id(request) not in was_running and request.prefill_only and request.remaining == 0
@@ -196,6 +221,13 @@ class Rig:
             self.seen["copied blocks"] += 1
         self._check_writes(plan, {id(w.request) for w in admitted} | set(map(id, plan.done)))
         return plan
+
+    def _note_content(self, work: Work) -> None:
+        """What the blocks that this work completes must hold."""
+        request = work.request
+        for i in range(work.start // self.block_size, (work.start + work.count) // self.block_size):
+            numbers = self._path(request, request.tokens[: (i + 1) * self.block_size])
+            self.content[request.keys[i]] = numbers[i * self.block_size :]
 
     def _check_admitted(self, work: Work) -> None:
         """It found all that could be found: the next block is known to nobody else (so twins compute once)."""

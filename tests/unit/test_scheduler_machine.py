@@ -54,10 +54,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 pin=pin and prefill_only, prompt_logprobs=prompt_logprobs,
             )  # fmt: skip
 
-    @rule(times=st.integers(1, 4))
-    def steps(self, times: int) -> None:
+    @rule(times=st.integers(1, 4), ahead=st.integers(0, 3))
+    def steps(self, times: int, ahead: int) -> None:
         for _ in range(times):
-            self.rig.step()
+            self.rig.step(ahead=ahead)
 
     @rule(question=tokens, like=small, turns=st.integers(1, 3), times=st.integers(0, 6))
     def crowd(self, question: list[int], like: int, turns: int, times: int) -> None:
@@ -111,7 +111,7 @@ def assert_reached(seen: Counter[str], operations: int, times: int) -> None:
     assert seen["operations"] >= operations
     for event in (
         "cached blocks", "copied blocks", "preempted", "finished after a preemption", "shared in the same step", "failed steps",
-        "aborted", "pinned blocks", "unpinned", "done without compute", "refused",
+        "aborted", "pinned blocks", "unpinned", "done without compute", "refused", "begun ahead",
     ):  # fmt: skip
         assert seen[event] >= times, f"hardly any {event}: {dict(seen)}"
 
@@ -132,7 +132,7 @@ def random_operation(rig: Rig, rng: random.Random) -> None:
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             rig.add(**arguments)  # type: ignore[arg-type]
     elif choice < 0.90:
-        rig.step(abort=rng.randrange(12) if rng.random() < 0.02 else None)
+        rig.step(abort=rng.randrange(12) if rng.random() < 0.02 else None, ahead=rng.choice([0, 0, 1, 3]))
     elif choice < 0.92:
         rig.failing_step(rng.randrange(4), abort=rng.randrange(12) if rng.random() < 0.2 else None)
     elif choice < 0.96:

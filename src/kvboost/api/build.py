@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvboost.attention.backends import Backend, choose
 from kvboost.attention.interface import attached, detach
+from kvboost.attention.step import running
 from kvboost.cache.blocks import BlockPool
 from kvboost.cache.layout import SlabLayout
 from kvboost.cache.pool import KVPool
@@ -23,6 +24,7 @@ from kvboost.models.capabilities import Capabilities, discover
 from kvboost.models.fingerprint import weights_fingerprint
 from kvboost.models.fused.cpu import CpuOps
 from kvboost.models.fused.fuse import fuse, unfuse
+from kvboost.models.fused.reference import ReferenceStep
 from kvboost.models.limits import LengthLimit, length_limit, refuse_unsupported
 
 GIB = 1 << 30
@@ -32,12 +34,16 @@ CPU_DEFAULT_KV_BYTES = 2 * GIB
 
 CPU_SHARE_OF_FREE_MEMORY = 0.25
 
-GPU_WORKSPACE_BYTES = GIB
-"""Left beside weights and KV for activations and logits of one step."""
+GPU_SPARE_BYTES = GIB // 2
+"""Left beside weights, KV and the measured workspace of a step: CUDA graphs, sampling, fragmentation."""
 
 STEP_TOKENS = 2048
 """Default token budget of a step. On 2 cores a prompt of 1,050 tokens of SmolLM2 takes 1.8 s in one piece and 2.1 s in
 pieces of 512; smaller budgets keep decoding sequences from waiting behind long prompts."""
+
+LARGE_GPU_BYTES = 40 * GIB
+LARGE_GPU_STEP_TOKENS = 8192
+"""On GPUs from this size on: long prompts want large matrix products, and their activations find room."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Built:
     """A running engine and what was decided on the way."""
 
     engine: Engine
+    runner: Runner
     capabilities: Capabilities
     backend: Backend
     fused: dict[str, int]
@@ -78,21 +85,47 @@ def _build(model: PreTrainedModel, capabilities: Capabilities, config: EngineCon
         capabilities.layers, config.block_size, str(model.dtype).removeprefix("torch."), model.dtype.itemsize
     )
     wanted_len = _wanted_length(config.max_model_len, limit)
-    num_blocks = _num_blocks(config, layout, model.device)
+    step_tokens = config.max_num_batched_tokens or _default_step_tokens(model.device)
+    num_blocks = _num_blocks(config, layout, model, step_tokens)
     max_model_len = _fit_length(config, wanted_len, num_blocks, layout)
     device = model.device
-    step_tokens = config.max_num_batched_tokens or STEP_TOKENS
-    backend = choose(capabilities.layers, model.dtype, device, config.compile)
-    fused = fuse(model, CpuOps(), max_model_len) if backend.name == "native" and capabilities.path == "paged" else {}
+    backend = choose(capabilities.layers, capabilities.q_heads, model.dtype, device, config.compile)
+    fused = _fuse(model, capabilities, backend, max_model_len)
     pool = KVPool(layout, num_blocks, model.dtype, device)
     scheduler = Scheduler(
         BlockPool(num_blocks, share=config.enable_prefix_caching), config.block_size, config.max_num_seqs, step_tokens
     )
-    engine = Engine(Runner(model, capabilities, backend, pool), scheduler, config.max_num_waiting)
+    runner = _runner(model, capabilities, backend, pool, config.max_num_seqs, step_tokens)
+    engine = Engine(runner, scheduler, config.max_num_waiting)
     return Built(
-        engine, capabilities, backend, fused, layout, weights_fingerprint(model) + layout.fingerprint, max_model_len, limit,
+        engine, runner, capabilities, backend, fused, layout, weights_fingerprint(model) + layout.fingerprint, max_model_len, limit,
         config.replace(max_model_len=max_model_len, num_blocks=num_blocks, max_num_batched_tokens=step_tokens),
     )  # fmt: skip
+
+
+def _fuse(model: PreTrainedModel, capabilities: Capabilities, backend: Backend, max_model_len: int) -> dict[str, int]:
+    if capabilities.path != "paged" or backend.name == "torch":
+        return {}
+    if backend.name == "native":
+        return fuse(model, CpuOps(), max_model_len)
+    from kvboost.models.fused.gpu import GpuOps
+
+    return fuse(model, GpuOps(), max_model_len)
+
+
+def _runner(
+    model: PreTrainedModel,
+    capabilities: Capabilities,
+    backend: Backend,
+    pool: KVPool,
+    max_num_seqs: int,
+    step_tokens: int,
+) -> Runner:
+    if capabilities.path != "paged" or backend.name != "triton":
+        return Runner(model, capabilities, backend, pool)
+    from kvboost.engine.gpu_runner import GpuRunner
+
+    return GpuRunner(model, capabilities, pool, max_num_seqs, step_tokens)
 
 
 def _wanted_length(asked: int | None, limit: LengthLimit) -> int:
@@ -105,15 +138,24 @@ def _wanted_length(asked: int | None, limit: LengthLimit) -> int:
     return asked
 
 
-def _num_blocks(config: EngineConfig, layout: SlabLayout, device: torch.device) -> int:
+def _default_step_tokens(device: torch.device) -> int:
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES:
+        return LARGE_GPU_STEP_TOKENS
+    return STEP_TOKENS
+
+
+def _num_blocks(config: EngineConfig, layout: SlabLayout, model: PreTrainedModel, step_tokens: int) -> int:
+    device = model.device
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_cache_gib is not None:
         available = int(config.kv_cache_gib * GIB)
         field, remedy = "kv_cache_gib", "Raise it"
     elif device.type == "cuda":
+        workspace = step_workspace_bytes(model, step_tokens, config.max_num_seqs) + GPU_SPARE_BYTES
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        available = int(total * config.gpu_memory_utilization) - (total - free) - GPU_WORKSPACE_BYTES
+        available = int(total * config.gpu_memory_utilization) - (total - free) - workspace
         field, remedy = "gpu_memory_utilization", "Raise it, use a smaller dtype, or free GPU memory"
     else:
         available = min(CPU_DEFAULT_KV_BYTES, int(free_ram_bytes() * CPU_SHARE_OF_FREE_MEMORY))
@@ -139,6 +181,27 @@ def _fit_length(config: EngineConfig, wanted: int, num_blocks: int, layout: Slab
         f"{wanted} tokens need {need:.2f} GiB of KV; {num_blocks * layout.slab_bytes / GIB:.2f} GiB is there. "
         f"Lower max_model_len to {fits}, or set kv_cache_gib={need:.1f}.",
     )
+
+
+def step_workspace_bytes(model: PreTrainedModel, tokens: int, rows: int) -> int:
+    """GPU memory that the largest step takes beside weights and KV: measured on one, with the sampler's copies added.
+
+    Raises `ConfigError` when not even that fits.
+    """
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(tokens, device=model.device) % vocabulary)[None]
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    try:
+        with torch.inference_mode(), running(ReferenceStep(packed=False)):
+            model.get_decoder()(input_ids=ids, use_cache=False)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            f"a step of {tokens} tokens does not fit beside the weights. Lower it, or use a smaller model.",
+        ) from error
+    # Logits in the model's dtype, then in fp32 and sorted with indices when sampled.
+    return torch.cuda.max_memory_allocated(model.device) - before + rows * vocabulary * 16
 
 
 def free_ram_bytes() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
@@ -22,6 +23,7 @@ from kvboost.cache.prefix import root_key
 from kvboost.config import EngineConfig
 from kvboost.engine.detokenizer import Detokenizer
 from kvboost.engine.engine import Engine
+from kvboost.engine.grammar import Grammars, GrammarState
 from kvboost.engine.request import Request
 from kvboost.engine.sampler import bad_word_sequences
 from kvboost.engine.sampling_params import SamplingParams
@@ -63,11 +65,14 @@ class KVBoost:
     def __init__(self, model: PreTrainedModel, tokenizer: Any, config: EngineConfig) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        began = time.perf_counter()
         self._built: Built = build(model, config)
+        self.build_seconds = time.perf_counter() - began
         self._engine = self._built.engine
         self._defaults = GenerationDefaults.read(model.generation_config, tokenizer)
         self._ids = itertools.count()
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.grammars = Grammars(tokenizer, self._vocab_size)
 
     @classmethod
     def from_pretrained(
@@ -81,8 +86,8 @@ class KVBoost:
     ) -> KVBoost:
         """Load a model directory, a Hub id or a `.gguf` file.
 
-        dtype: auto (float32 on a CPU, the checkpoint's own on a GPU), float32, float16 or bfloat16. device: auto, cpu,
-        cuda, cuda:N. tokenizer: one in hand, or a path or id, when it is not the model's own. engine_options: fields
+        dtype: auto (on a GPU the checkpoint's own; on a CPU bfloat16 where it is native, else float32), float32,
+        float16 or bfloat16. device: auto, cpu, cuda, cuda:N. tokenizer: one in hand, or a path or id, when it is not the model's own. engine_options: fields
         of `EngineConfig`. Raises `ModelLoadError`, `UnsupportedModel` or `ConfigError`.
         """
         config = EngineConfig.from_kwargs(**engine_options)
@@ -202,23 +207,40 @@ class KVBoost:
 
         With `pin` the blocks stay until `unpin()`; at most half of the pool can be pinned.
         """
+        request = self.warm_request(prompt, pin=pin, cache_salt=cache_salt)
+        if request is not None:
+            self._wait([[Continuation(request, 0)]])
+        return self.warm_result(request)
+
+    def warm_request(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        *,
+        pin: bool = False,
+        cache_salt: str | None = None,
+    ) -> Request | None:
+        """The request behind `warm`, for those who submit it themselves; None when the text fills no block."""
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             _, ids = self._chat_ids(prompt, None, False, None)
         else:
             ids = encode(prompt, self.tokenizer, self._vocab_size)
         size = self._built.layout.block_size
         whole = ids[: len(ids) // size * size]
-        request_id = f"warm-{next(self._ids)}"
+        root = self._root(cache_salt)
         if not whole:
-            return WarmResult(0, 0, 0, self._engine, request_id)
-        request = Request(
-            request_id, whole, SamplingParams(max_tokens=1, detokenize=False), self._root(cache_salt), prefill_only=True,
+            return None
+        self._require_fits(len(whole), len(whole))
+        return Request(
+            f"warm-{next(self._ids)}", whole, SamplingParams(max_tokens=1, detokenize=False), root, prefill_only=True,
             pin=pin, max_total_tokens=len(whole),
         )  # fmt: skip
-        self._require_fits(len(whole), len(whole))
-        self._wait([[Continuation(request, 0)]])
-        pinned = self._engine.call(lambda scheduler: len(scheduler.pinned.get(request_id, ())))
-        return WarmResult(len(whole), request.cached_tokens or 0, pinned, self._engine, request_id)
+
+    def warm_result(self, request: Request | None) -> WarmResult:
+        """What a finished `warm_request` did. Waits for the step under way, except in the engine's thread."""
+        if request is None:
+            return WarmResult(0, 0, 0, self._engine, "")
+        pinned = self._engine.call(lambda scheduler: len(scheduler.pinned.get(request.id, ())))
+        return WarmResult(request.num_prompt, request.cached_tokens or 0, pinned, self._engine, request.id)
 
     # -- looking after it ------------------------------------------------------------------------------------------
 
@@ -237,6 +259,22 @@ class KVBoost:
     def close(self) -> None:
         """End what is running and stop the engine. Idempotent. The model stays usable as a Transformers model."""
         self._engine.close()
+        self.grammars.close()
+
+    def warm_up(self) -> int:
+        """Capture CUDA graphs for all usual step shapes now, instead of when each comes up; returns how many there are.
+
+        Takes some ten seconds on a GPU; 0 at once where there are none. Nothing is cached by it.
+        """
+        runner = self._built.runner
+        return self._engine.call(lambda _: runner.warm_up(self.config.max_num_seqs))
+
+    @property
+    def attention_backend(self) -> str:
+        """Which attention runs, and why."""
+        if self._built.capabilities.path == "compat":
+            return f"the model's own: {self._built.capabilities.reason}"
+        return f"{self._built.backend.name}: {self._built.backend.reason}"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -252,6 +290,11 @@ class KVBoost:
     def max_model_len(self) -> int:
         """Longest sequence in tokens, prompt and output together."""
         return self._built.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._vocab_size
 
     @property
     def defaults(self) -> GenerationDefaults:
@@ -278,6 +321,9 @@ class KVBoost:
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.close()
+        grammars = getattr(self, "grammars", None)
+        if grammars is not None:
+            grammars.close()
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -304,6 +350,7 @@ class KVBoost:
                 seed=seed if i == 0 else _mix(seed, i),
                 stop_ids=resolved.stop_ids,
                 bad_word_ids=bad_words,
+                grammar=self._grammar(resolved),
                 detokenizer=self._detokenizer(ids, params),
                 max_total_tokens=total,
             )
@@ -346,6 +393,10 @@ class KVBoost:
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
         )
+
+    def _grammar(self, resolved: Resolved) -> GrammarState | None:
+        wanted = resolved.params.structured_outputs
+        return None if wanted is None else self.grammars.state(wanted, resolved.stop_ids)
 
     def _root(self, cache_salt: str | None) -> bytes:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,21 +28,35 @@ StepFactory = Callable[[KVPool, Sequence[Span], dict[int, int]], CountingStep]
 
 @dataclass(frozen=True)
 class Backend:
-    """name: `native` (C++, CPU) or `torch`. make_step: builds the attention of one step."""
+    """name: `triton` (GPU), `native` (C++, CPU) or `torch`. make_step: builds the attention of one step; for `triton`
+    None, as its steps live on static tensors of the runner."""
 
     name: str
     reason: str
-    make_step: StepFactory
+    make_step: StepFactory | None
 
 
-def choose(layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, compiled: bool) -> Backend:
+def choose(
+    layers: Sequence[LayerShape], q_heads: int, dtype: torch.dtype, device: torch.device, compiled: bool
+) -> Backend:
     """The fastest backend that can serve such layers. `compiled` False: plain PyTorch."""
     if not compiled:
         problem: str | None = "compile=False was asked for"
+    elif device.type == "cuda":
+        problem = _triton_problem(layers, q_heads, dtype, device)
+        if problem is None:
+            return Backend("triton", "Triton kernels over pages, steps of known shapes as CUDA graphs", None)
     else:
         problem = paged_native.unsupported(layers, dtype, device) or unavailable()
-    if problem is None:
-        return Backend(
-            "native", "C++ kernels compiled for this processor, reading pages in place", paged_native.NativeStep
-        )
+        if problem is None:
+            reason = "C++ kernels compiled for this processor, reading pages in place"
+            return Backend("native", reason, paged_native.NativeStep)
     return Backend("torch", f"gathers pages, then scaled_dot_product_attention ({problem})", PagedStep)
+
+
+def _triton_problem(layers: Sequence[LayerShape], q_heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install triton"
+    from kvboost.kernels.triton.support import unsupported
+
+    return unsupported(layers, q_heads, dtype, device)

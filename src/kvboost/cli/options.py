@@ -40,7 +40,7 @@ SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = {
 }
 
 MODEL_OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "dtype": (str, "auto", "auto (float32 on a CPU, the checkpoint's own on a GPU), float32, float16 or bfloat16."),
+    "dtype": (str, "auto", "auto (on a GPU the checkpoint's own; on a CPU bfloat16 where it is native, else float32), float32, float16 or bfloat16."),
     "device": (str, "auto", "auto, cpu, cuda or cuda:N."),
     "tokenizer": (str | None, None, "Path or Hub id of a tokenizer that is not the model's own."),
 }
@@ -74,11 +74,18 @@ def _keyword(name: str, annotation: Any, default: Any, help_text: str, panel: st
 
 def engine_parameters() -> list[inspect.Parameter]:
     """A flag for each field of `EngineConfig`, with its default and help."""
-    types = get_type_hints(EngineConfig)
-    return [
-        _keyword(f.name, types[f.name], f.default, f.metadata["help"], ENGINE_PANEL)
-        for f in dataclasses.fields(EngineConfig)
-    ]
+    return dataclass_parameters(EngineConfig, ENGINE_PANEL)
+
+
+def dataclass_parameters(config: type[Any], panel: str) -> list[inspect.Parameter]:
+    """A flag for each field of a dataclass of options; a tuple of strings may be given several times."""
+    types = get_type_hints(config)
+    parameters = []
+    for f in dataclasses.fields(config):
+        many = types[f.name] == tuple[str, ...]
+        kind, default = (list[str] | None, None) if many else (types[f.name], f.default)
+        parameters.append(_keyword(f.name, kind, default, f.metadata["help"], panel))
+    return parameters
 
 
 def model_parameters() -> list[inspect.Parameter]:
@@ -91,13 +98,16 @@ def sampling_parameters() -> list[inspect.Parameter]:
     return [_keyword(name, kind | None, None, text, SAMPLING_PANEL) for name, (kind, text) in SAMPLING_OPTIONS.items()]
 
 
-def with_model_options(*, sampling: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_model_options(
+    *, sampling: bool = False, **more: list[inspect.Parameter]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the flags of the model and the engine, and with `sampling` those of a request.
 
     The command declares `model_options: dict[str, Any]` and, with `sampling`, `sampling_options: dict[str, Any]`:
-    they arrive as keyword arguments for `KVBoost.from_pretrained` and `KVBoost.generate`.
+    they arrive as keyword arguments for `KVBoost.from_pretrained` and `KVBoost.generate`. more: further groups of
+    flags, by the name of the argument that takes those that were given.
     """
-    groups = {"model_options": [*model_parameters(), *engine_parameters()]}
+    groups = {"model_options": [*model_parameters(), *engine_parameters()], **more}
     if sampling:
         groups["sampling_options"] = sampling_parameters()
         names = {p.name for p in groups["sampling_options"]}

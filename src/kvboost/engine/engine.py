@@ -15,10 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from kvboost.engine import sampler
 from kvboost.engine.outputs import RequestOutput, TokenLogprobs
@@ -28,6 +27,7 @@ from kvboost.engine.scheduler import Scheduler, StepPlan
 from kvboost.engine.stats import EngineStats, read_stats
 from kvboost.engine.stopping import ends_after
 from kvboost.errors import EngineBusy, EngineClosed, EngineStepError, KVBoostError, PromptTooLong
+from kvboost.kernels.native.threads import release_team
 
 log = logging.getLogger("kvboost")
 T = TypeVar("T")
@@ -39,6 +39,15 @@ class _Inbox:
 
     requests: deque[Request]
     commands: deque[Callable[[], None]]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that was started and whose tokens are still to be read. logits None: nothing to compute, or an error."""
+
+    plan: StepPlan
+    logits: StepLogits | None
+    error: Exception | None = None
 
 
 class Engine:
@@ -54,6 +63,8 @@ class Engine:
         self._changed = threading.Condition()
         self._inbox = _Inbox(deque(), deque())
         self._num_waiting = 0
+        self._flight: _Flight | None = None
+        self._listeners: tuple[Callable[[Scheduler], None], ...] = ()
         self._closing = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop, name="kvboost-engine", daemon=True)
@@ -67,6 +78,7 @@ class Engine:
         With `block`, more requests than `max_num_waiting` are queued in pieces as room appears; without it, they are
         refused together with `EngineBusy`. Raises `EngineClosed`.
         """
+        release_team()
         pending = deque(requests)
         with self._changed:
             while pending:
@@ -95,6 +107,10 @@ class Engine:
         """Run `function(scheduler)` in the engine thread, between two steps, and return its result."""
         if threading.current_thread() is self._thread:
             return function(self._scheduler)
+        return self.call_soon(function).result()
+
+    def call_soon(self, function: Callable[[Scheduler], T]) -> Future[T]:
+        """`call` without waiting: for an event loop, which must not be held up by a step. Raises `EngineClosed`."""
         future: Future[T] = Future()
 
         def command() -> None:
@@ -104,7 +120,20 @@ class Engine:
                 future.set_exception(error)
 
         self._post(command)
-        return future.result()
+        return future
+
+    def listen(self, listener: Callable[[Scheduler], None]) -> Callable[[], None]:
+        """Have `listener(scheduler)` called in the engine thread after each turn, when all sinks of it have been.
+
+        One call for all requests of a step: whoever passes outputs to another thread can wake it once. It must be
+        quick, and must change nothing. Returns a function that ends it.
+        """
+        self._set_listeners(lambda present: (*present, listener))
+        return lambda: self._set_listeners(lambda present: tuple(f for f in present if f is not listener))
+
+    def _set_listeners(self, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+        with self._changed:
+            self._listeners = change(self._listeners)
 
     def stats(self) -> EngineStats:
         """A consistent snapshot, taken between two steps."""
@@ -159,6 +188,7 @@ class Engine:
         """Take what arrived, run commands, run one step. False when the engine is closing."""
         with self._changed:
             while not (self._inbox.requests or self._inbox.commands or self._closing or self._scheduler.has_work()):
+                release_team()  # whoever computes next, another thread perhaps, has the cores to itself
                 self._changed.wait()
             if self._closing:
                 return False
@@ -169,12 +199,22 @@ class Engine:
             self._num_waiting = len(self._scheduler.waiting)
         for request in arrived:
             self._require_room(request)
+        if commands:
+            self._land()
         for command in commands:
             command()
         if self._scheduler.has_work():
             self._step()
         self._note_waiting()
+        self._notify()
         return True
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            try:
+                listener(self._scheduler)
+            except Exception:  # a caller's mistake must not end the loop
+                log.exception("a listener of the engine failed")
 
     def _require_room(self, request: Request) -> None:
         """Pinned blocks may have left less than the pool's size: shorten the answer, or refuse the prompt."""
@@ -193,6 +233,27 @@ class Engine:
                 self._changed.notify_all()
 
     def _step(self) -> None:
+        """Run one step, or finish the one under way; where the device allows, the next is started before its tokens
+        are read, so that the host's work is done while the device computes."""
+        flight, self._flight = self._flight or self._launch(), None
+        if flight is None:
+            return
+        ahead = self._launch_ahead(flight)
+        self._collect(flight)
+        if ahead is not None:
+            self._scheduler.adopt(ahead.plan)
+            if ahead.error is not None:
+                self._fail(ahead.plan, ahead.error)
+            elif ahead.plan.work:
+                self._flight = ahead
+
+    def _land(self) -> None:
+        """Finish the step under way, if there is one: between steps nothing is."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._collect(flight)
+
+    def _launch(self) -> _Flight | None:
         plan: StepPlan | None = None
         try:
             plan = self._scheduler.schedule()
@@ -200,11 +261,31 @@ class Engine:
             for work in plan.work:
                 if work.request.first_scheduled_s is None:
                     work.request.first_scheduled_s = now
-            if plan.work:
-                logits = self._runner.run(plan)
+            return _Flight(plan, self._runner.run(plan) if plan.work else None)
+        except Exception as error:
+            log.exception("a step failed; its requests end with an error")
+            self._fail(plan, error)
+            return None
+
+    def _launch_ahead(self, flight: _Flight) -> _Flight | None:
+        if not self._runner.looks_ahead or flight.logits is None or flight.logits.early is None:
+            return None
+        plan = self._scheduler.plan_ahead(flight.plan)
+        if plan is None:
+            return None
+        try:
+            return _Flight(plan, self._runner.run(plan, follows=flight.logits))
+        except Exception as error:
+            log.exception("a step failed; its requests end with an error")
+            return _Flight(plan, None, error)
+
+    def _collect(self, flight: _Flight) -> None:
+        plan, logits = flight.plan, flight.logits
+        try:
+            if logits is not None:
                 self._read_prompt_logprobs(logits)
                 self._scheduler.commit(plan)
-                self._sample(logits.requests, logits.sampled)
+                self._sample(logits)
             for work in plan.work:
                 if work.request.prefill_only and work.request.remaining == 0:
                     self._finish(work.request, "stop")
@@ -214,29 +295,47 @@ class Engine:
             log.exception("a step failed; its requests end with an error")
             self._fail(plan, error)
 
-    def _sample(self, requests: Sequence[Request], logits: Tensor) -> None:
-        """Pick and deliver a token for each request; those for which none can be picked end with the error, alone."""
-        if not requests:
+    def _sample(self, logits: StepLogits) -> None:
+        """Pick and deliver a token for each request that has not ended meanwhile."""
+        requests = logits.requests
+        if logits.early is not None:
+            tokens, values = logits.early.read()
+
+            def pick(rows: Sequence[int]) -> sampler.Sampled:
+                return sampler.check_greedy([tokens[i] for i in rows], [values[i] for i in rows])
+        else:
+
+            def pick(rows: Sequence[int]) -> sampler.Sampled:
+                scores = logits.sampled if len(rows) == len(requests) else logits.sampled[list(rows)]
+                return sampler.sample(scores, [_row(requests[i]) for i in rows])
+
+        self._pick(requests, [i for i, request in enumerate(requests) if not request.finished], pick)
+
+    def _pick(
+        self, requests: Sequence[Request], rows: list[int], pick: Callable[[Sequence[int]], sampler.Sampled]
+    ) -> None:
+        """Those for which no token can be picked end with the error, alone."""
+        if not rows:
             return
         try:
-            sampled = sampler.sample(logits, [_row(r) for r in requests])
+            sampled = pick(rows)
         except sampler.SampleError as error:
-            bad = set(error.rows)
-            if not bad:
+            if not error.rows:
                 raise
-            for i in sorted(bad):
+            bad = [rows[i] for i in sorted(set(error.rows))]
+            for i in bad:
                 # NaN in a slot would outlive the request: padded attention multiplies it by a weight of zero.
                 self._runner.clear(self._scheduler.discard(requests[i]))
-            self._end_with_error([requests[i] for i in sorted(bad)], error)
-            good = [i for i in range(len(requests)) if i not in bad]
-            self._sample([requests[i] for i in good], logits[good])
+            self._end_with_error([requests[i] for i in bad], error)
+            self._pick(requests, [i for i in rows if i not in set(bad)], pick)
         else:
-            self._deliver(requests, sampled)
+            self._deliver([requests[i] for i in rows], sampled)
 
     def _deliver(self, requests: Sequence[Request], sampled: sampler.Sampled) -> None:
         now = time.perf_counter()
         for request, token, logprobs in zip(requests, sampled.token_ids, sampled.logprobs, strict=True):
             self._scheduler.append_token(request, token)
+            request.first_token_s = request.first_token_s or now
             text, matched = request.detokenizer.push([token]) if request.detokenizer is not None else ("", None)
             end = ends_after(request, token, matched)
             if end is None:
@@ -289,6 +388,7 @@ class Engine:
             self._finish(request, "abort")
         for command in commands:
             command()
+        self._notify()
 
 
 def _row(request: Request) -> sampler.SampleRow:
@@ -300,6 +400,7 @@ def _row(request: Request) -> sampler.SampleRow:
         stop_ids=request.stop_ids,
         bad_word_ids=request.bad_word_ids,
         processors=request.processors,
+        grammar=request.grammar,
     )
 
 

@@ -23,6 +23,8 @@ class Request:
 
     `tokens` is the prompt followed by what was generated. The first `num_computed` of them have their KV in `blocks`.
     `keys[i]` is the prefix key of tokens `[i * block_size, (i + 1) * block_size)`.
+    Clock values are `time.perf_counter()` seconds; `lookup_s` and `load_s` are what it spent on finding stored KV and on
+    waiting for it from below the device, before its first token.
     Invariant while running: `len(blocks) == ceil(num_computed / block_size)` between steps.
     """
 
@@ -34,6 +36,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     processors: tuple[Callable[[Any, Any], Any], ...] = ()
+    grammar: Any = None
     should_stop: Callable[[Sequence[int]], bool] | None = None
     detokenizer: Any = None
     sink: Callable[[RequestOutput], None] | None = None
@@ -51,9 +54,13 @@ class Request:
     cached_by_source: dict[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    lookup_s: float = 0.0
+    load_s: float = 0.0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    _greedy_only: bool | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
@@ -76,6 +83,26 @@ class Request:
     def remaining(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def prompt_runs(self) -> list[tuple[str, int]]:
+        """Where the KV of the prompt came from, in order: runs of (source, tokens); `computed` is one of the sources."""
+        runs = list(self.cached_by_source.items())
+        computed = len(self.prompt_ids) - (self.cached_tokens or 0)
+        return [*runs, ("computed", computed)] if computed else runs
+
+    @property
+    def greedy_only(self) -> bool:
+        """Its next token is the most likely one, whatever was generated before; nothing else of the logits is asked."""
+        plain = self._greedy_only
+        if plain is None:
+            p = self.params
+            plain = self._greedy_only = not (
+                not p.greedy or p.logprobs is not None or p.min_tokens or p.logit_bias or p.allowed_token_ids is not None
+                or self.bad_word_ids or self.processors or self.grammar is not None or self.should_stop is not None
+                or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
+            )  # fmt: skip
+        return plain
 
     @property
     def finished(self) -> bool:

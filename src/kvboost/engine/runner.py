@@ -35,13 +35,38 @@ class StepLogits:
     requests: list[Request]
     sampled: Tensor
     prompt_rows: list[tuple[Request, int, Tensor]]
+    early: EarlyTokens | None = None
+
+
+class EarlyTokens:
+    """Greedy tokens chosen on the device, on their way to the host."""
+
+    def __init__(self, best: Tensor, top: Tensor) -> None:
+        self.tokens = best
+        """`[n]`, on the device: the next step may read them there."""
+        both = torch.stack([best.double(), top.double()])
+        self._event = None
+        if both.device.type == "cuda":
+            self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            self._host.copy_(both, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = both
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Tokens and their logits, once they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens, values = self._host.tolist()
+        return [int(token) for token in tokens], values
 
 
 class Runner:
     """Runs the model over the pool. Keeps the model weakly: the engine's thread must not keep it alive."""
 
     def __init__(
-        self, model: PreTrainedModel, capabilities: Capabilities, backend: Backend, pool: KVPool
+        self, model: PreTrainedModel, capabilities: Capabilities, backend: Backend | None, pool: KVPool
     ) -> None:
         self._model = weakref.proxy(model)
         self._capabilities = capabilities
@@ -49,24 +74,37 @@ class Runner:
         self._pool = pool
         self._device = pool.slabs.device
 
-    def run(self, plan: StepPlan) -> StepLogits:
-        """Make the planned copies, compute the KV of every planned token and the logits of the wanted ones."""
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `run` returns before the device is done, and may be called for the step after it."""
+        return False
+
+    def run(self, plan: StepPlan, follows: StepLogits | None = None) -> StepLogits:
+        """Make the planned copies, compute the KV of every planned token and the logits of the wanted ones.
+
+        follows: the step before, when its tokens are not yet known to the host; only where `looks_ahead`.
+        """
         work = plan.work
         if plan.copies:
             self._pool.copy(*zip(*plan.copies, strict=True))
         if self._capabilities.path == "paged":
-            # Decoders first and by length: the attention pads neighbours into one call.
-            ordered = sorted(work, key=lambda w: (w.count > 1, w.start + w.count if w.count == 1 else 0))
-            return self._run_packed(ordered)
+            return self._run_packed(work, follows)
         # In plan order: a twin reads blocks that an earlier sequence of this step has just written.
         return _merge([self._run_alone(w) for w in work])
+
+    def warm_up(self, max_num_seqs: int) -> int:
+        """Do ahead of time what is done once per shape of step; returns the number of shapes."""
+        return 0
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Make the slots of these blocks zeros again."""
         if blocks:
             self._pool.slabs[list(blocks)] = 0
 
-    def _run_packed(self, work: Sequence[Work]) -> StepLogits:
+    def _run_packed(self, work: Sequence[Work], follows: StepLogits | None = None) -> StepLogits:
+        assert self._backend is not None and self._backend.make_step is not None and follows is None
+        # Decoders first and by length: the attention pads neighbours into one call.
+        work = sorted(work, key=lambda w: (w.count > 1, w.start + w.count if w.count == 1 else 0))
         ids: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
@@ -74,19 +112,17 @@ class Runner:
             ids += w.request.tokens[w.start : w.start + w.count]
             positions += range(w.start, w.start + w.count)
             spans.append(Span(w.start, w.count, w.request.blocks))
-        wanted = _Wanted(work)
+        wanted = WantedRows(work)
         step = self._backend.make_step(self._pool, spans, self._capabilities.layer_ids)
         with running(step):
             logits = self._call(ids, positions, wanted.rows, use_cache=False)
-        if step.num_attended != len(self._capabilities.layers):
-            raise RuntimeError("the model's attention was switched away from KVBoost (set_attn_implementation?). "
-                               "Make a new engine, or leave the model's attention alone.")  # fmt: skip
+        require_attended(step.num_attended, len(self._capabilities.layers))
         return wanted.sort(logits)
 
     def _run_alone(self, work: Work) -> StepLogits:
         table = torch.tensor(work.request.blocks, device=self._device)
         cache = load_cache(self._pool, table, work.start)
-        wanted = _Wanted([work])
+        wanted = WantedRows([work])
         ids = work.request.tokens[work.start : work.start + work.count]
         positions = range(work.start, work.start + work.count)
         mask = torch.ones(1, work.start + work.count, dtype=torch.long, device=self._device)
@@ -109,7 +145,14 @@ class Runner:
         return logits[: len(rows)]
 
 
-class _Wanted:
+def require_attended(served: int, layers: int) -> None:
+    """Raises `RuntimeError` when some layer's attention went elsewhere."""
+    if served != layers:
+        raise RuntimeError("the model's attention was switched away from KVBoost (set_attn_implementation?). "
+                           "Make a new engine, or leave the model's attention alone.")  # fmt: skip
+
+
+class WantedRows:
     """Which packed rows need logits, and whose they are."""
 
     def __init__(self, work: Sequence[Work]) -> None:

@@ -56,6 +56,17 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
 
 
 @torch.no_grad()
+def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(token, its logit) `[R]` of greedy rows of `logits [R, V]`, without waiting for the device."""
+    return _best(logits)
+
+
+def check_greedy(tokens: Sequence[int], values: Sequence[float]) -> Sampled:
+    """What `sample` answers for greedy rows whose `best_tokens` have been read. Raises `SampleError` alike."""
+    return Sampled(_require_finite(tokens, values, range(len(tokens))), [None] * len(tokens))
+
+
+@torch.no_grad()
 def token_logprobs(logits: Tensor, chosen: Sequence[int], count: int) -> list[TokenLogprobs]:
     """Log-softmax of raw `logits [R, V]` at the chosen token of each row and at its `count` best tokens.
 
@@ -260,13 +271,17 @@ def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
 def _checked(best: Tensor, top: Tensor, names: Sequence[int]) -> list[int]:
     """Tokens as a list, after one copy to the host. Raises `SampleError` for rows without a finite best logit."""
     tokens, values = torch.stack([best.double(), top.double()]).tolist()
+    return _require_finite(tokens, values, names)
+
+
+def _require_finite(tokens: Sequence[float], values: Sequence[float], names: Sequence[int]) -> list[int]:
     bad = [i for i, value in enumerate(values) if not -torch.inf < value < torch.inf]
     if bad:
         forbidden = [names[i] for i in bad if values[i] == -torch.inf]
         if forbidden:
             raise SampleError(
                 forbidden,
-                "every token is forbidden: allowed_token_ids, bad_words, min_tokens, logit_bias and processors together "
+                "every token is forbidden: allowed_token_ids, bad_words, min_tokens, structured_outputs and processors together "
                 "leave none. Relax one of them.",
             )
         raise SampleError(

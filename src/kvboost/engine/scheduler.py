@@ -6,6 +6,7 @@ token first, then the unfinished prompt, in chunks, then waiting prompts in the 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -173,6 +174,32 @@ class Scheduler:
         self.counters.steps += 1
         return plan
 
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after `plan`, before anyone knows its tokens: one more token for each request that goes on.
+
+        None where the next step is not simply that: a prompt is under way or could be admitted, a request's next token
+        depends on more than the most likely one, or blocks are short. Follow with `adopt` when the tokens are there.
+        """
+        if self.waiting and len(self.running) < self.max_num_seqs:
+            return None
+        if len(plan.work) != len(self.running) or not all(w.sample and w.request.greedy_only for w in plan.work):
+            return None
+        # `max_total_tokens` ends a request whatever its token is.
+        going_on = [w for w in plan.work if len(w.request.tokens) + 1 < w.request.max_total_tokens]
+        need = [self.blocks_for(w.start + w.count + 1) - len(w.request.blocks) for w in going_on]
+        if not going_on or sum(need) > self.pool.num_free:
+            return None
+        for work, count in zip(going_on, need, strict=True):
+            work.request.blocks.extend(self.pool.allocate() for _ in range(count))
+        self.counters.steps += 1
+        return StepPlan([Work(w.request, w.start + w.count, 1, sample=True) for w in going_on])
+
+    def adopt(self, plan: StepPlan) -> None:
+        """The tokens that `plan_ahead` did not know are appended: name its blocks, and drop the requests that ended."""
+        plan.work = [w for w in plan.work if w.request.status is Status.RUNNING]
+        for work in plan.work:
+            self._name(work.request, work.start, work.start + work.count)
+
     def commit(self, plan: StepPlan) -> None:
         """The step's KV is in the pool."""
         for work in plan.work:
@@ -205,6 +232,10 @@ class Scheduler:
         plan.work.append(Work(request, start, count, sample=complete and not request.prefill_only))
         # Full blocks are named now, before they are written: a twin later in this same step attends to them, because
         # every layer writes the keys and values of all its tokens before any of them attends.
+        self._name(request, start, end)
+
+    def _name(self, request: Request, start: int, end: int) -> None:
+        """Give the blocks that tokens [start, end) complete their keys."""
         extend_keys(request.keys, request.root, request.tokens, self.block_size, upto=end)
         for i in range(start // self.block_size, end // self.block_size):
             self.pool.name(request.blocks[i], request.keys[i])
@@ -238,7 +269,10 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
+            began = time.perf_counter()
             found = self._find(request)
+            if request.cached_tokens is None:
+                request.lookup_s += time.perf_counter() - began
             # Admit only what has room for all its known tokens: a half-admitted prompt would be preempted again.
             need = self.blocks_for(len(request.tokens)) - len(found)
             if need > self.pool.num_free - sum(1 for block in found if self.pool.is_free(block)):

@@ -72,7 +72,7 @@ def _describe(path: str, load: bool) -> ModelDescription:
         dtype, architecture = model.dtype, type(model).__name__
         capabilities = discover(model)
         layout = SlabLayout(capabilities.layers, DEFAULT_BLOCK_SIZE, str(dtype), model.dtype.itemsize)
-        chosen = choose(capabilities.layers, model.dtype, device, compiled=True)
+        chosen = choose(capabilities.layers, capabilities.q_heads, model.dtype, device, compiled=True)
         backend = f"{chosen.name}: {chosen.reason}" if capabilities.path == "paged" else "the model's own"
         attention = f"{capabilities.q_heads} query heads, {_shapes(capabilities.layers)}"
         loaded = {

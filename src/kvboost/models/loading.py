@@ -122,17 +122,23 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
-    """`auto` is float32 on a CPU and the checkpoint's own dtype on a GPU. Raises `ConfigError`."""
+    """`auto` is the checkpoint's own dtype on a GPU; on a CPU bfloat16 where it computes that natively (twice as fast),
+    else float32. Raises `ConfigError`."""
     if isinstance(dtype, torch.dtype):
         if dtype not in DTYPES.values():
             raise ConfigError("dtype", f"got {dtype}; allowed: auto, {', '.join(DTYPES)}.")
         return dtype
     name = {"half": "float16", "float": "float32"}.get(dtype, dtype)
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
+        return "auto" if device.type != "cpu" else torch.bfloat16 if cpu_computes_bf16() else torch.float32
     if name not in DTYPES:
         raise ConfigError("dtype", f"got {dtype!r}; allowed: auto, {', '.join(DTYPES)}.")
     return DTYPES[name]
+
+
+def cpu_computes_bf16() -> bool:
+    """Whether this processor multiplies bf16 numbers itself (AVX-512 BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _check_directory(path: Path) -> None:

@@ -1,0 +1,200 @@
+"""`python -m kvboost.bench.gpu`: decode and first-token times of real model shapes on one GPU, through the public API.
+
+Weights are random: they cost what trained ones cost. Transformers runs beside us in the same process, and the bandwidth
+limit of decoding is measured and printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import kvboost
+from kvboost import KVBoost
+from kvboost.bench.shapes import SHAPES, config_of
+
+GB = 1e9
+Row = dict[str, Any]
+
+
+def build(shape: str) -> PreTrainedModel:
+    """A model of that shape on the GPU, random bf16 weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(config_of(shape), attn_implementation="sdpa")
+    finally:
+        torch.set_default_dtype(before)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large device copy, read plus written."""
+    source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    best = min(_seconds(lambda: target.copy_(source)) for _ in range(5))
+    return 2 * source.nbytes / best
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+class Bench:
+    """Measures one engine; prompts are random ids, so that nothing is found by chance."""
+
+    def __init__(self, model: PreTrainedModel, bandwidth: float, **options: Any) -> None:
+        self.model = model
+        self.vocab = int(model.config.get_text_config().vocab_size)
+        self.bandwidth = bandwidth
+        self.rng = random.Random(0)
+        self.transformers_cold: dict[int, float] = {}
+        self.kv = KVBoost.from_model(model, **options)
+
+    def ids(self, count: int) -> list[int]:
+        return [self.rng.randrange(10, self.vocab) for _ in range(count)]
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Any]:
+        return self.kv.generate([list(p) for p in prompts], max_new_tokens=tokens, temperature=0, ignore_eos=True)
+
+    def decode(self, context: int, batch: int, tokens: int = 64) -> Row:
+        """Time per output token when all prompts' KV is there already."""
+        prompts = [self.ids(context) for _ in range(batch)]
+        self.generate(prompts, 1)
+        self.generate(prompts, 8)
+        results = self.generate(prompts, tokens)
+        tpot = statistics.median(r.tpot_ms for r in results)
+        layout = self.kv.built.layout
+        moved = self._weights_read() + batch * (context + tokens / 2) * layout.bytes_per_token
+        limit = moved / self.bandwidth * 1e3
+        return {"case": f"decode {context} x{batch}", "tpot_ms": tpot, "limit_ms": limit, "of_limit": limit / float(tpot),
+                "tokens_per_s": batch / float(tpot) * 1e3}  # fmt: skip
+
+    def _weights_read(self) -> int:
+        """Bytes of weights that one token reads; of experts, only those it takes."""
+        head = self.model.get_output_embeddings().weight
+        total = sum(p.nbytes for p in self.model.get_decoder().parameters())
+        total += head.nbytes - self.model.get_input_embeddings().weight.nbytes
+        return int(total)
+
+    def first_token(self, context: int, new: int = 64, rounds: int = 5) -> Row:
+        """Cold: nothing known. Warm: all but `new` tokens known, from an earlier, different request."""
+        cold, warm = [], []
+        for _ in range(rounds):
+            base = self.ids(context - new)
+            cold.append(self._ttft(base + self.ids(new)))
+            self._ttft(base + self.ids(new))
+            warm.append(self._ttft(base + self.ids(new)))
+        own = self.transformers_cold.get(context)
+        row = {"case": f"first token {context}", "cold_ms": statistics.median(cold), "warm_ms": statistics.median(warm)}
+        return row if own is None else {**row, "transformers_cold_ms": own, "ratio": own / row["warm_ms"]}
+
+    def _ttft(self, ids: list[int]) -> float:
+        result = self.generate([ids], 1)[0]
+        return float(result.ttft_ms)
+
+    def throughput(self, shared: int, own: int, requests: int, tokens: int) -> Row:
+        base = self.ids(shared)
+        prompts = [base + self.ids(own) for _ in range(requests)]
+        begin = time.perf_counter()
+        self.generate(prompts, tokens)
+        seconds = time.perf_counter() - begin
+        return {"case": f"{requests} requests of {shared}+{own}+{tokens}", "output_tokens_per_s": requests * tokens / seconds,
+                "seconds": seconds}  # fmt: skip
+
+    def measure_transformers(self, contexts: Sequence[int]) -> None:
+        """Transformers' own cold first token, from ids to the token on the host."""
+        for context in contexts:
+
+            def forward(context: int = context) -> Any:
+                ids = torch.tensor([self.ids(context)], device="cuda")
+                with torch.inference_mode():
+                    return self.model(ids, use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
+
+            forward()
+            self.transformers_cold[context] = statistics.median(_seconds(forward) for _ in range(3)) * 1e3
+
+
+def static_batches(model: PreTrainedModel, prompts: Sequence[Sequence[int]], tokens: int, batch: int) -> Row:
+    """Transformers' `generate` in batches of equal prompts."""
+    begin = time.perf_counter()
+    for at in range(0, len(prompts), batch):
+        ids = torch.tensor(prompts[at : at + batch], device="cuda")
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    return {"case": f"Transformers generate, {len(prompts)} requests in batches of {batch}",
+            "output_tokens_per_s": len(prompts) * tokens / seconds, "seconds": seconds}  # fmt: skip
+
+
+def run(shape: str, quick: bool, with_throughput: bool) -> dict[str, Any]:
+    model = build(shape)
+    bandwidth = copy_bandwidth()
+    torch.cuda.empty_cache()
+    began = time.perf_counter()
+    bench = Bench(model, bandwidth, max_model_len=34_816 if not quick else 10_240)
+    report: dict[str, Any] = {
+        "shape": shape, "weights": "random bf16", "date": date.today().isoformat(), "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__, "transformers": __import__("transformers").__version__, "kvboost": kvboost.__version__,
+        "command": "python -m kvboost.bench.gpu " + " ".join(sys.argv[1:]), "copy_gb_per_s": bandwidth / GB,
+        "attention": bench.kv.attention_backend, "build_s": time.perf_counter() - began, "rows": [],
+    }  # fmt: skip
+    contexts = (1024, 4096, 8192) if quick else (1024, 4096, 8192, 32_768)
+    bench.measure_transformers(contexts)
+    begin = time.perf_counter()
+    report["graphs"] = bench.kv.warm_up()
+    report["warm_up_s"] = time.perf_counter() - begin
+
+    def add(row: Row) -> None:
+        report["rows"].append(row)
+        print("  ".join(f"{k} {v:,.2f}" if isinstance(v, float) else f"{v}" for k, v in row.items()), flush=True)
+
+    for batch in (1, 16, 64, 256):
+        add(bench.decode(1024, batch))
+    for batch in (1, 32):
+        add(bench.decode(8192, batch))
+    for context in contexts:
+        add(bench.first_token(context))
+    if with_throughput:
+        for shared, own in ((0, 512), (2048, 64)):
+            bench.throughput(shared, own, 64, 16)
+            add(bench.throughput(shared, own, 512, 128))
+        bench.kv.close()
+        add(static_batches(model, [bench.ids(512) for _ in range(128)], 128, 128))
+    bench.kv.close()
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b")
+    parser.add_argument("--quick", action="store_true", help="no 32k context")
+    parser.add_argument("--throughput", action="store_true", help="also 512 requests at once")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    report = run(options.shape, options.quick, options.throughput)
+    print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

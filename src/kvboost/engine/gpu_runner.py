@@ -1,0 +1,136 @@
+"""Runs steps on a GPU: static inputs, Triton attention, CUDA graphs, and tokens that are chosen before the host looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvboost.attention.paged_torch import Span
+from kvboost.attention.paged_triton import TritonStep
+from kvboost.attention.step import running
+from kvboost.attention.step_tensors import StepInputs, StepTensors
+from kvboost.cache.pool import KVPool
+from kvboost.engine import sampler
+from kvboost.engine.graphs import DECODE_SIZES, PROMPT_TOKENS, Graphs, Padding, padding_for
+from kvboost.engine.runner import EarlyTokens, Runner, StepLogits, WantedRows, require_attended
+from kvboost.engine.scheduler import Work
+from kvboost.models.capabilities import Capabilities
+
+MAX_TABLE_ENTRIES = 4 << 20
+"""Block table entries of one step, all sequences together: 16 MiB, 67 million tokens of context."""
+
+
+class GpuRunner(Runner):
+    """The paged path over Triton kernels. On a device without CUDA (tests) it runs without graphs."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capabilities: Capabilities,
+        pool: KVPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        super().__init__(model, capabilities, None, pool)
+        block_size = pool.layout.block_size
+        seqs = max(max_num_seqs + 1, DECODE_SIZES[-1])
+        self._tensors = StepTensors(
+            max(max_num_batched_tokens, PROMPT_TOKENS[-1], seqs),
+            seqs,
+            min(max_num_seqs * pool.num_blocks, MAX_TABLE_ENTRIES),
+            block_size,
+            self._device,
+        )
+        self._graphs = Graphs(self._device) if self._device.type == "cuda" else None
+
+    @property
+    def looks_ahead(self) -> bool:
+        return True
+
+    def _run_packed(self, work: Sequence[Work], follows: StepLogits | None = None) -> StepLogits:
+        """`follows`: the step whose chosen tokens, still on the device, are the inputs of this one."""
+        ordered = sorted(work, key=lambda w: w.count > 1)
+        spans = [Span(w.start, w.count, w.request.blocks) for w in ordered]
+        prompt_rows = any(w.request.prompt_logprobs is not None for w in ordered)
+        tokens = sum(w.count for w in ordered)
+        padding = None if self._graphs is None or prompt_rows else padding_for(tokens, len(ordered))
+        inputs = self._fill(spans, None if follows is not None else _token_ids(ordered), padding)
+        if follows is not None:
+            self._feed(inputs, ordered, follows)
+        if prompt_rows:
+            wanted = WantedRows(ordered)
+            keep = torch.tensor(wanted.rows or [0], device=self._device)
+            return wanted.sort(self._forward(inputs, keep)[: len(wanted.rows)])
+
+        def forward() -> Tensor:
+            return self._forward(inputs, inputs.batch.query_start[1:] - 1)  # the last row of every sequence
+
+        graphs = None if padding is None else self._graphs
+        logits = forward() if graphs is None else graphs.run(inputs.key, forward)
+        return self._sampled(ordered, logits)
+
+    def _fill(self, spans: Sequence[Span], ids: Any, padding: Padding | None) -> StepInputs:
+        if padding is None:
+            return self._tensors.fill(spans, ids)
+        return self._tensors.fill(spans, ids, pad_tokens_to=padding.tokens, pad_seqs_to=padding.seqs)
+
+    def _forward(self, inputs: StepInputs, keep: Tensor) -> Tensor:
+        step = TritonStep(self._pool, inputs, self._capabilities.layer_ids)
+        extra: dict[str, Any] = {"use_cache": False}
+        if self._capabilities.takes_logits_to_keep:
+            extra["logits_to_keep"] = keep
+        with running(step):
+            logits: Tensor = self._model(
+                input_ids=inputs.ids[None], position_ids=inputs.batch.positions[None], **extra
+            ).logits[0]
+        require_attended(step.num_attended, len(self._capabilities.layers))
+        return logits if self._capabilities.takes_logits_to_keep else logits[keep]
+
+    def _sampled(self, ordered: Sequence[Work], logits: Tensor) -> StepLogits:
+        places = [i for i, w in enumerate(ordered) if w.sample]
+        requests = [ordered[i].request for i in places]
+        if len(places) < len(ordered):
+            logits = logits[torch.tensor(places, dtype=torch.long, device=self._device)]
+        else:
+            logits = logits[: len(places)]
+        early = None
+        if requests and all(r.greedy_only for r in requests):
+            early = EarlyTokens(*sampler.best_tokens(logits))
+        return StepLogits(requests, logits, [], early)
+
+    def _feed(self, inputs: StepInputs, ordered: Sequence[Work], follows: StepLogits) -> None:
+        """Input ids from the tokens chosen on the device."""
+        assert follows.early is not None
+        chosen = follows.early.tokens
+        requests = [w.request for w in ordered]
+        if any(a is not b for a, b in zip(requests, follows.requests, strict=False)) or len(requests) < len(chosen):
+            place = {id(request): i for i, request in enumerate(follows.requests)}
+            rows = torch.tensor([place[id(r)] for r in requests], dtype=torch.long, device=self._device)
+            chosen = chosen[rows]
+        inputs.ids[: len(ordered)].copy_(chosen)
+
+    def warm_up(self, max_num_seqs: int) -> int:
+        """Capture decode graphs for all batch sizes and prompt graphs for one sequence, largest first."""
+        if self._graphs is None:
+            return 0
+        shapes = [Padding(n, n) for n in DECODE_SIZES if n <= max(max_num_seqs, DECODE_SIZES[0])]
+        shapes += [Padding(n, 4) for n in PROMPT_TOKENS if n <= self._tensors.capacity_tokens]
+        for shape in sorted(shapes, key=lambda s: -s.tokens):
+            inputs = self._tensors.fill([], None, pad_tokens_to=shape.tokens, pad_seqs_to=shape.seqs)
+
+            def forward(inputs: StepInputs = inputs) -> Tensor:
+                return self._forward(inputs, inputs.batch.query_start[1:] - 1)
+
+            self._graphs.capture(inputs.key, forward)
+        return self._graphs.count
+
+
+def _token_ids(work: Sequence[Work]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    if all(w.count == 1 for w in work):
+        return np.array([w.request.tokens[w.start] for w in work], dtype=np.int64)
+    return np.concatenate([np.array(w.request.tokens[w.start : w.start + w.count], dtype=np.int64) for w in work])

@@ -1,0 +1,243 @@
+"""Paged attention of a packed batch on a GPU.
+
+Sequences of one token that stand first in the row (decode) are served by one launch, all others by a second one whose
+tiles hold several tokens; each launch may share the keys of a sequence out among programs and merge the results. Grids
+depend on the shapes of the tensors only, never on what is in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvboost.kernels.triton.attention_kernels import LOG2E, attention_kernel, merge_kernel
+
+MAX_SPLITS = 64
+"""Merging reads `splits x head_dim` fp32 values per row and head; 64 of 128 are 32 KiB, about what one program holds."""
+
+PROGRAMS_PER_PROCESSOR = 4
+"""How many tiles a multiprocessor should find: enough loads in flight to fill the memory bus."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Who stands where in the packed row; device tensors of fixed shapes, so that a CUDA graph can be captured over them.
+
+    positions `[T]` int32 or int64, ascending inside a sequence; query_start `[S+1]` int32: sequence s has the rows
+    `query_start[s]:query_start[s+1]`; tables: int32, the blocks of all sequences, those of s from `table_start[s]` on
+    (`[S]` int32); kv_len `[S]` int32: keys that exist. The first `decode_seqs` sequences may have one token: a
+    sequence among them that has, and whose predecessors all have, is decoded. `prompts` tells whether any other
+    sequence may have tokens. A sequence with kv_len 0 is padding: its rows become zeros. So rows are only left
+    unwritten when no sequence owns them.
+    """
+
+    positions: Tensor
+    query_start: Tensor
+    tables: Tensor
+    table_start: Tensor
+    kv_len: Tensor
+    decode_seqs: int
+    prompts: bool
+
+    @property
+    def num_seqs(self) -> int:
+        return self.kv_len.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Launch parameters of the attention kernel: rows and keys per tile, warps, and pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+WITHOUT_TENSOR_CORES = Tile(16, 16, 4, 2)
+"""For float32, and GPUs before compute capability 8.0, on which Triton multiplies element by element: larger tiles
+spill their registers (600 bytes a thread at 32 x 32 in float32)."""
+
+LARGE_SHARED_BYTES = 160_000
+"""A100 and H100 give a program more, consumer GPUs 99 KiB: tiles for the former are pipelined deeper."""
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PackedBatch,
+    *,
+    scaling: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    out: Tensor | None = None,
+    splits: int | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Attend `query [T, Hq, D]` to the pool's `keys [blocks, block_size, Hkv, D]` and `values [.., Dv]` of one layer.
+
+    A query at position p sees the keys at positions <= p, and > p - window. scaling defaults to `D ** -0.5`; softcap:
+    `c * tanh(s / c)` on scaled scores; sinks `[Hq]`: logits without value in the softmax; slopes `[Hq]`: ALiBi,
+    `slope * (key position - query position)` added to the scores. splits and tile override the choice made from
+    the shapes. Returns `[T, Hq, Dv]`, `out` if given. Raises ValueError for shapes that do not fit together.
+    """
+    _check(query, keys, values, batch, sinks, slopes)
+    if out is None:
+        out = query.new_empty(query.shape[0], query.shape[1], values.shape[3])
+    launch = _Launch(query, keys, values, batch, out, scaling, window, softcap, sinks, slopes)
+    if batch.decode_seqs:
+        launch.run(tile or decode_tile(query, keys, values), batch.decode_seqs, splits, decode=True)
+    if batch.prompts:
+        chosen = tile or prompt_tile(query, keys, values, batch)
+        tokens = chosen.rows // min(launch.group, chosen.rows)
+        launch.run(chosen, -(-query.shape[0] // tokens) + batch.num_seqs, splits, decode=False)
+    return out
+
+
+def decode_tile(query: Tensor, keys: Tensor, values: Tensor) -> Tile:
+    """One token's heads by as many keys as leave room for several pipelined programs on a multiprocessor."""
+    facts = _facts(query.device)
+    if query.dtype == torch.float32 or not facts.tensor_cores:
+        return WITHOUT_TENSOR_CORES
+    rows = min(max(16, _padded(query.shape[1] // keys.shape[2])), 64)
+    stages = 5 if facts.shared_bytes >= LARGE_SHARED_BYTES else 3
+    return Tile(rows, 64 if _widest(keys, values) <= 128 else 32, 4, stages)
+
+
+def prompt_tile(query: Tensor, keys: Tensor, values: Tensor, batch: PackedBatch) -> Tile:
+    """As many rows as fill a tensor core's tile, fewer where the sequences are short or shared memory is small."""
+    facts = _facts(query.device)
+    if query.dtype == torch.float32 or not facts.tensor_cores:
+        return WITHOUT_TENSOR_CORES
+    rows_per_sequence = query.shape[0] * query.shape[1] / keys.shape[2] / batch.num_seqs
+    if _widest(keys, values) <= 128:
+        return Tile(128, 64, 8, 3) if rows_per_sequence > 64 else Tile(64, 64, 4, 3)
+    tall = facts.major >= 9 and facts.shared_bytes >= LARGE_SHARED_BYTES  # before Hopper, 128 rows of 256 spill
+    return Tile(128, 32, 8, 2) if tall else Tile(64, 32, 8, 2)
+
+
+class _Launch:
+    """The arguments that the launches of one call share."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: PackedBatch,
+        out: Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+    ) -> None:
+        self._query, self._keys, self._values, self._out = query, keys, values, out
+        self._batch, self._window, self._sinks, self._slopes = batch, window, sinks, slopes
+        self.group = query.shape[1] // keys.shape[2]
+        scale = query.shape[2] ** -0.5 if scaling is None else scaling
+        log2e = float(LOG2E.value)
+        self._capped = softcap is not None
+        self._cap = log2e * softcap if softcap is not None else 0.0
+        self._scale = scale * log2e if softcap is None else 2.0 * scale * log2e / softcap
+
+    def run(self, tile: Tile, tiles: int, splits: int | None, *, decode: bool) -> None:
+        query, keys, values, out, batch = self._query, self._keys, self._values, self._out, self._batch
+        heads = min(self.group, tile.rows)
+        programs = keys.shape[2] * -(-self.group // heads)
+        if splits is None:
+            wanted = PROGRAMS_PER_PROCESSOR * _facts(query.device).processors
+            splits = min(max(wanted // (tiles * programs), 1), MAX_SPLITS)
+        partial = partial_lse = out  # not read without splits
+        if splits > 1:
+            partial = query.new_empty(query.shape[0], query.shape[1], splits, values.shape[3], dtype=torch.float32)
+            partial_lse = query.new_empty(query.shape[0], query.shape[1], splits, dtype=torch.float32)
+        block_dv = _padded(values.shape[3])
+        attention_kernel[(tiles, programs, splits)](
+            query, keys, values, out, partial, partial_lse,
+            batch.positions, batch.query_start, batch.tables, batch.table_start, batch.kv_len, self._sinks, self._slopes,
+            batch.num_seqs, batch.decode_seqs, splits, self._window or 0, self._scale, self._cap, query.shape[1],
+            query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+            keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
+            GROUP=self.group, HEADS=heads, DIM=keys.shape[3], DIM_V=values.shape[3],
+            BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=_padded(keys.shape[3]), BLOCK_DV=block_dv, PAGE=keys.shape[1],
+            DECODE=decode, SPLIT=splits > 1, WINDOWED=self._window is not None, CAPPED=self._capped,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        if splits > 1:
+            rows = tiles if decode else query.shape[0]
+            merge_kernel[(rows, query.shape[1])](
+                out, partial, partial_lse, batch.query_start, batch.num_seqs, batch.decode_seqs, splits,
+                out.stride(0), out.stride(1),
+                DIM_V=values.shape[3], BLOCK_DV=block_dv, BLOCK_SPLITS=_padded(splits, 2), DECODE=decode, num_warps=4,
+            )  # fmt: skip
+
+
+def _padded(size: int, least: int = 16) -> int:
+    """The next power of two: what a tile must measure."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def _widest(keys: Tensor, values: Tensor) -> int:
+    return _padded(max(keys.shape[3], values.shape[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a launch must know of a GPU. shared_bytes: what one program may have; major: compute capability."""
+
+    processors: int
+    shared_bytes: int
+    major: int
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Of a kind that Triton uses."""
+        return self.major >= 8
+
+
+@lru_cache
+def _facts(device: torch.device) -> _Facts:
+    if device.type != "cuda":
+        return INTERPRETER
+    found = torch.cuda.get_device_properties(device)
+    shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)  # the former without stubs
+    return _Facts(found.multi_processor_count, int(shared), found.major)
+
+
+INTERPRETER = _Facts(processors=4, shared_bytes=232_448, major=9)
+"""On a CPU, under the interpreter: so few processors that tests see both one split and several."""
+
+
+def _check(
+    query: Tensor, keys: Tensor, values: Tensor, batch: PackedBatch, sinks: Tensor | None, slopes: Tensor | None
+) -> None:
+    """Shapes that do not fit would read foreign memory: refuse them here, where no device value is needed."""
+    tokens, q_heads, dim = query.shape
+    if keys.shape[:3] != values.shape[:3] or keys.shape[3] != dim or q_heads % keys.shape[2]:
+        raise ValueError(
+            f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)} and values {tuple(values.shape)}: they must "
+            "share blocks and KV heads, query and key heads their dimension, and KV heads must divide query heads."
+        )
+    if not query.dtype == keys.dtype == values.dtype:
+        raise ValueError(f"query {query.dtype}, keys {keys.dtype} and values {values.dtype} must have one dtype.")
+    if query.stride(2) != 1 or keys.stride(3) != 1 or values.stride(3) != 1:
+        raise ValueError("the elements of a head must be adjacent in memory in query, keys and values.")
+    if batch.positions.shape[0] != tokens:
+        raise ValueError(f"{batch.positions.shape[0]} positions for {tokens} query rows.")
+    if batch.query_start.shape[0] != batch.num_seqs + 1 or batch.table_start.shape[0] != batch.num_seqs:
+        raise ValueError(
+            f"query_start needs {batch.num_seqs + 1} and table_start {batch.num_seqs} entries, as kv_len has."
+        )
+    if batch.decode_seqs > min(batch.num_seqs, tokens):
+        raise ValueError(f"decode_seqs={batch.decode_seqs} of {batch.num_seqs} sequences and {tokens} rows.")
+    for name, vector in (("sinks", sinks), ("slopes", slopes)):
+        if vector is not None and vector.shape != (q_heads,):
+            raise ValueError(f"{name} must have one value per query head ({q_heads}), not {tuple(vector.shape)}.")

@@ -1,0 +1,37 @@
+"""Fused modules on a GPU, by Triton kernels and cuBLAS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
+from kvboost.kernels.triton.skinny import MAX_ROWS, MEASURED, skinny_linear
+
+
+class GpuOps:
+    """See `Ops`. Everything can be captured in a CUDA graph."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """cuBLAS, but our own product where it was measured faster for this shape."""
+        if x.shape[0] <= MAX_ROWS and (weight.shape[0], weight.shape[1]) in MEASURED:
+            return skinny_linear(x, weight, bias)
+        return linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor | None = None) -> Tensor:
+        return rms_norm(x, weight, eps, weight_offset=offset, round_first=offset == 0.0, out=out)
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = add_rms_norm(delta, x, weight, eps, weight_offset=offset, round_first=offset == 0.0)
+        return total, normed
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        return act_mul(gate_up, activation)
+
+    def compile_layer(self, layer: Any) -> None:
+        """None: a CUDA graph makes one launch of the whole step."""
+        return None

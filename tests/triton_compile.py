@@ -1,0 +1,134 @@
+"""Compiles the Triton kernels for a GPU that is not there, and prints what each takes; a script, run by a unit test.
+
+    python tests/triton_compile.py 90 [--all]
+
+A stand-in for the CUDA driver lets the real launch code run on CPU tensors up to the point where a kernel would be
+loaded. Fails when a kernel does not compile, needs more shared memory than the GPU gives a block, or spills too much.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448}
+"""Shared memory that one block may have, by compute capability."""
+
+STACK_BYTES_ALLOWED = 128
+"""Spilled registers of a thread, 0 on a Hopper GPU: beyond a few values they cost more than a larger tile gains."""
+
+
+class StandIn:
+    """As much of a CUDA driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread and stack bytes."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def compile_launches(capability: int) -> None:
+    """From now on a launch compiles, prints and launches nothing."""
+    driver.set_active(StandIn(capability))
+    original = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
+        registers, stack = usage(kernel.asm["cubin"])
+        ptx = kernel.asm["ptx"]
+        print(
+            f"  {self.__name__:20} grid {grid!s:16} shared {kernel.metadata.shared:6} registers {registers:3} stack {stack:4} "
+            f"wgmma {ptx.count('wgmma.mma_async.sync'):3} mma {ptx.count('mma.sync.aligned'):3} "
+            f"cp.async {ptx.count('cp.async.cg'):3}",
+            flush=True,
+        )
+        assert kernel.metadata.shared <= SHARED_BYTES[capability], "more shared memory than a block has"
+        assert stack <= (0 if capability == 90 else STACK_BYTES_ALLOWED), "registers are spilled"
+
+    JITFunction.run = run
+
+
+def main() -> None:
+    capability = int(sys.argv[1])
+    compile_launches(capability)
+    from kvboost.kernels.triton import attention, elementwise, rotary, skinny, write
+    from triton_rig import Case, build, chunk, decode
+
+    facts = attention._Facts(132, SHARED_BYTES[capability], capability // 10)
+    attention._facts = lambda device: facts  # type: ignore[assignment]
+    half = torch.bfloat16 if capability >= 80 else torch.float16
+    qwen = {"q_heads": 28, "kv_heads": 4, "dim": 128}
+    many = (*decode(20, 30), chunk(0, 40), chunk(7, 33))
+    cases: list[tuple[str, Case, Any]] = [("Qwen2.5-7B, mixed", Case(many, **qwen), half)]
+    if "--all" in sys.argv:
+        gemma = {"q_heads": 16, "kv_heads": 8, "dim": 256, "window": 512, "softcap": 50.0}
+        cases += [
+            ("Qwen2.5-7B, speculation", Case((chunk(9, 4), chunk(20, 4)), **qwen), half),
+            ("Gemma-2", Case(many, **gemma), half),
+            ("gpt-oss", Case(many, q_heads=64, kv_heads=8, dim=64, window=128, sinks=True), half),
+            ("DeepSeek's heads, alibi", Case(many, dim=192, dim_v=128, alibi=True), half),
+            ("heads of 80, 71 on one", Case(many, q_heads=71, kv_heads=1, dim=80), half),
+            ("fp32", Case(many, **qwen), torch.float32),
+            ("fp32, heads of 256", Case(many, q_heads=4, dim=256), torch.float32),
+        ]
+    for name, case, dtype in cases:
+        for splits in (1, 8):
+            print(f"{name}, {splits} splits")
+            inputs = build(case, dtype)
+            attention.paged_attention(
+                inputs.query, inputs.keys, inputs.values, inputs.batch, splits=splits, **inputs.options
+            )
+    print("elementwise")
+    inputs = build(cases[0][1], half)
+    tokens = inputs.query.shape[0]
+    key, turn, slots = torch.randn(tokens, 4, 128).to(half), torch.zeros(tokens, 128, dtype=half), torch.arange(tokens)
+    write.write_slots(key, key, inputs.keys, inputs.values, slots)
+    rotary.rotary_write(inputs.query, key, key, turn, turn, inputs.keys, inputs.values, slots)
+    for rows in (1, 200):
+        x, weight = torch.randn(rows, 3584).to(half), torch.ones(3584, dtype=half)
+        elementwise.rms_norm(x, weight, 1e-6)
+        elementwise.add_rms_norm(x, x, weight, 1e-6, round_first=False, weight_offset=1.0)
+        elementwise.rms_norm(inputs.query[:rows], weight[:128], 1e-6)
+        if rows <= skinny.MAX_ROWS:
+            for n in (1000, 4608):  # ragged and even
+                skinny.skinny_linear(x, torch.randn(n, 3584).to(half), torch.randn(n).to(half))
+    for activation in elementwise.ACTIVATIONS:
+        elementwise.act_mul(torch.randn(3, 2 * 18944).to(half), activation)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The GPU's runner and fused modules in Triton's interpreter: Transformers' tokens from static inputs and padded steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from triton_rig import interpreted
+
+pytest.importorskip("triton")
+
+from kvboost import KVBoost, SamplingParams
+from kvboost.api import build
+from kvboost.attention.backends import Backend
+from kvboost.engine.gpu_runner import GpuRunner
+
+pytestmark = interpreted
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "choose", lambda *_: Backend("triton", "interpreted", None))
+
+
+def model_of(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_tokens_equal_those_of_transformers(kind: str) -> None:
+    model = model_of(kind)
+    shared = [(7 * i) % 120 + 3 for i in range(37)]
+    prompts = [shared + [5 + i] * (i + 1) for i in range(3)] + [[9]]
+    expected = []
+    for p in prompts:
+        ids = torch.tensor([p])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        expected.append(out[0, len(p) :].tolist())
+    with KVBoost.from_model(model, num_blocks=32, max_num_batched_tokens=24) as kv:
+        assert isinstance(kv.built.runner, GpuRunner)
+        assert kv.built.fused["layers"] == 1
+        for _ in range(2):  # cold in chunks, then warm
+            results = kv.generate(prompts, max_new_tokens=4, temperature=0)
+            assert [r.token_ids for r in results] == expected
+        assert results[0].usage.cached_tokens >= 32
+        kv.engine.check()
+
+
+def test_prompt_logprobs_and_sampling_take_the_same_path() -> None:
+    model = model_of("llama")
+    with KVBoost.from_model(model, num_blocks=32) as kv:
+        result = kv.generate([5, 6, 7, 8], max_new_tokens=3, temperature=0.8, seed=1, logprobs=2, prompt_logprobs=1)
+        with torch.no_grad():
+            own = model(torch.tensor([[5, 6, 7, 8]])).logits[0].log_softmax(-1)
+        found = result.prompt_logprobs
+        assert found is not None and found[1] is not None
+        assert found[1][6].logprob == pytest.approx(float(own[0, 6]), abs=1e-4)
+        again = kv.generate([5, 6, 7, 8], max_new_tokens=3, temperature=0.8, seed=1)
+        assert again.token_ids == result.token_ids
+
+
+def test_steps_begun_ahead_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that end by a stop token, by length, and by an abort, while the next step is under way."""
+    model = model_of("llama")
+    prompts = [[(3 * i + j) % 120 + 3 for j in range(i + 3)] for i in range(3)]
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with KVBoost.from_model(model, num_blocks=32) as kv:
+        plain = [kv.generate(p, **options).token_ids for p in prompts]
+        ahead = kv.built.runner
+        begun = []
+        run = ahead.run
+        monkeypatch.setattr(ahead, "run", lambda plan, follows=None: (begun.append(follows), run(plan, follows))[1])
+        kv.reset_cache()
+        stops = [plain[i][2 * i + 3] for i in range(3)]
+        sampling = [
+            SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[s] if i % 2 else [], ignore_eos=True)
+            for i, s in enumerate(stops)
+        ]
+        results = kv.generate(prompts, sampling=sampling)
+        for i, result in enumerate(results):
+            end = plain[i].index(stops[i]) + 1 if i % 2 else 12
+            assert result.token_ids == plain[i][:end], i
+        assert sum(follows is not None for follows in begun) > 6
+        stream = kv.stream(prompts[0], **options)
+        next(iter(stream))
+        stream.close()
+        assert [r.token_ids for r in kv.generate(prompts, **options)] == plain
+        kv.engine.check()
+        assert kv.stats().num_running == 0

@@ -1,0 +1,40 @@
+"""The Triton kernels compile for GPUs that are not there: what the interpreter accepts, the compiler may refuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parents[1] / "triton_compile.py"
+
+
+def compiled(tmp_path: Path, *arguments: str) -> str:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}  # a cache of its own, or nothing is compiled
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_for_an_h100(tmp_path: Path) -> None:
+    """Prompts use Hopper's matrix instructions, decoding those of one warp; both load asynchronously."""
+    lines = [line for line in compiled(tmp_path, "90").splitlines() if "attention_kernel" in line]
+    assert len(lines) == 4
+    for line in lines:
+        words = line.split()
+        wgmma, mma, loads = (int(words[words.index(name) + 1]) for name in ("wgmma", "mma", "cp.async"))
+        assert wgmma + mma and loads, line
+    assert any(" wgmma   0" not in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_all_shapes(tmp_path: Path, capability: str) -> None:
+    compiled(tmp_path, capability, "--all")

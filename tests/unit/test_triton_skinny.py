@@ -1,0 +1,48 @@
+"""The linear layer for few rows in Triton, interpreted on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from triton_rig import close, interpreted
+
+pytest.importorskip("triton")
+
+from kvboost.kernels.triton.skinny import SkinnyTile, skinny_linear
+
+pytestmark = interpreted
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (100, 200), (33, 513), (16, 16)])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_equals_linear(rows: int, n: int, k: int, bias: bool) -> None:
+    x, weight = torch.randn(rows, k), torch.randn(n, k)
+    b = torch.randn(n) if bias else None
+    expected = linear(x.double(), weight.double(), None if b is None else b.double())
+    for splits in (1, 3):
+        close(skinny_linear(x, weight, b, tile=SkinnyTile(32, 64, splits, 4, 3)), expected)
+    close(skinny_linear(x, weight, b), expected)
+
+
+def test_weights_and_inputs_may_be_parts_of_others() -> None:
+    around, beside = torch.full((90, 256), float("nan")), torch.full((3, 300), float("nan"))
+    weight, x = around[10:74, :100], beside[:, 100:200]
+    weight.normal_()
+    x.normal_()
+    for splits in (1, 2):
+        close(skinny_linear(x, weight, tile=SkinnyTile(32, 64, splits, 4, 3)), linear(x.double(), weight.double()))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, weight = torch.randn(17, 32), torch.randn(8, 32)
+    with pytest.raises(ValueError, match="1 to 16 rows, not 17"):
+        skinny_linear(x, weight)
+    with pytest.raises(ValueError, match="does not fit weight"):
+        skinny_linear(x[:2], weight[:, :16])
+    with pytest.raises(ValueError, match="does not fit weight"):
+        skinny_linear(x[:2].half(), weight)
+    with pytest.raises(ValueError, match=r"bias \(7,\)"):
+        skinny_linear(x[:2], weight, torch.zeros(7))
