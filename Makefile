@@ -43,11 +43,11 @@ clean:  ## remove the virtual environments and all caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt scripts/install.sh
-	scripts/install.sh $(VENV) constraints.txt gguf,bench
+	scripts/install.sh $(VENV) constraints.txt gguf,bench,server,structured
 	touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)
-	scripts/install.sh $(VENV) constraints.txt gguf,bench,dev
+	scripts/install.sh $(VENV) constraints.txt gguf,bench,server,structured,otlp,dev
 	touch $@
 
 $(INSTALLED_MIN): pyproject.toml constraints-min.txt scripts/install.sh

@@ -12,6 +12,7 @@ _EXPORTS = {
     "boost": "kvboost.api.boost",
     "unboost": "kvboost.api.boost",
     "SamplingParams": "kvboost.engine.sampling_params",
+    "StructuredOutputsParams": "kvboost.engine.structured_outputs",
     "EngineConfig": "kvboost.config",
     "GenerationResult": "kvboost.api.results",
     "KVBoostError": "kvboost.errors",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kvboost.api.results import GenerationResult as GenerationResult
     from kvboost.config import EngineConfig as EngineConfig
     from kvboost.engine.sampling_params import SamplingParams as SamplingParams
+    from kvboost.engine.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from kvboost.errors import (
         ConfigError as ConfigError,
     )

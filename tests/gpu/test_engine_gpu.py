@@ -70,3 +70,38 @@ def test_the_pool_takes_what_is_left_of_the_gpu() -> None:
         _, total = torch.cuda.mem_get_info()
         pool_bytes = kv.built.layout.slab_bytes * kv.stats().blocks_total
         assert 0.01 * total < pool_bytes < 0.1 * total
+
+
+def test_a_long_prompt_in_pieces_equals_one_piece() -> None:
+    """Later pieces gather their keys for torch's attention; steps begun ahead and graphs serve the answer."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "max_position_embeddings": 8192})).eval().cuda()
+    model.generation_config.pad_token_id = 0
+    prompt = torch.randint(3, 320, (5000,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = torch.tensor([prompt], device="cuda")
+    expected = model.generate(ids, max_new_tokens=16, do_sample=False)[0, 5000:].tolist()
+    options = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
+    for budget in (8192, 2048, 600):
+        with KVBoost.from_model(model, num_blocks=400, max_num_batched_tokens=budget) as kv:
+            assert kv.attention_backend.startswith("triton")
+            assert kv.generate(prompt, **options).token_ids == expected, budget
+
+
+def test_batches_of_all_sizes_and_a_warm_up() -> None:
+    model = build("llama")
+    model.generation_config.pad_token_id = 0
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 320, (n % 40 + 1,), generator=generator).tolist() for n in range(45)]
+    expected = [
+        model.generate(torch.tensor([p], device="cuda"), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    options = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
+    with KVBoost.from_model(model, num_blocks=512, max_num_seqs=40) as kv:
+        assert kv.warm_up() > 10
+        for size in (1, 2, 3, 7, 17, 33, 45):
+            assert [r.token_ids for r in kv.generate(prompts[:size], **options)] == expected[:size], size
+        sampled = kv.generate(prompts[:9], max_new_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
+        again = kv.generate(prompts[:3], max_new_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
+        assert [r.token_ids for r in again] == [r.token_ids for r in sampled[:3]]
+        kv.engine.check()

@@ -225,6 +225,10 @@ def test_a_table_that_grows_is_followed() -> None:
             table.append(1000 + start)
         got = made.fill([Span(start, 1, table)])
         assert got.batch.tables[: len(table)].tolist() == table
+    del table[5:]  # speculation gives blocks back
+    assert made.fill([Span(70, 1, table)]).batch.tables[:5].tolist() == table
+    table.append(77)
+    assert made.fill([Span(90, 1, table)]).batch.tables[:6].tolist() == table
     fresh = [9, 8]
     assert made.fill([Span(20, 1, fresh)]).batch.tables[:2].tolist() == [9, 8]
 

@@ -8,13 +8,13 @@ from kvboost.engine.request import Request
 
 
 class Continuation:
-    """What came so far for one request."""
+    """What came so far for one request. `pieces` are the (text, tokens) of its outputs."""
 
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
         self.index = index
         self._token_ids: list[int] = []
-        self._text: list[str] = []
+        self.pieces: list[tuple[str, list[int]]] = []
         self._logprobs: list[TokenLogprobs] = []
         self._first_s: float | None = None
         self._last_s = 0.0
@@ -23,7 +23,7 @@ class Continuation:
 
     def add(self, output: RequestOutput) -> None:
         self._token_ids += output.token_ids
-        self._text.append(output.text)
+        self.pieces.append((output.text, output.token_ids))
         self._logprobs += output.logprobs or ()
         if output.token_ids:
             self._first_s = self._first_s or output.time_s
@@ -41,7 +41,7 @@ class Continuation:
         wants_logprobs = request.params.logprobs is not None
         return Completion(
             index=self.index,
-            text="".join(self._text),
+            text="".join(text for text, _ in self.pieces),
             token_ids=self._token_ids,
             finish_reason=self.finish_reason or "abort",
             stop_reason=self._stop_reason,

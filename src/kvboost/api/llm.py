@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvboost.api.kvboost import KVBoost
+from kvboost.api.params import named_defaults
 from kvboost.api.prompts import encode_text, render_chat
 from kvboost.api.results import GenerationResult
 from kvboost.config import EngineConfig
@@ -27,16 +28,6 @@ log = logging.getLogger("kvboost")
 GIB = 1 << 30
 
 ENGINE_FIELDS = {f.name: f.default for f in fields(EngineConfig)}
-
-DEFAULTS_FROM_GENERATION_CONFIG = {
-    "repetition_penalty": "repetition_penalty",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
-"""What vLLM takes over from a model's generation_config, and under which name."""
 
 ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code from a model directory is never run"),
@@ -209,13 +200,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses without `sampling_params`: the settings that the model's generation_config names."""
-        named = self._kv.model.generation_config.to_diff_dict() if self._model_defaults else {}
-        values = {
-            ours: named[theirs]
-            for theirs, ours in DEFAULTS_FROM_GENERATION_CONFIG.items()
-            if named.get(theirs) is not None
-        }
-        return SamplingParams(**values)
+        return SamplingParams(**named_defaults(self._kv.model.generation_config) if self._model_defaults else {})
 
     def reset_prefix_cache(self) -> bool:
         """Forget all stored KV."""

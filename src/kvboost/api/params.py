@@ -23,6 +23,16 @@ RENAMED = {
 }
 """Transformers' names for fields of SamplingParams."""
 
+DEFAULTS_FROM_GENERATION_CONFIG = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""What vLLM takes over from a model's generation_config, and under which name."""
+
 FIELDS = frozenset(f.name for f in fields(SamplingParams))
 OWN = frozenset({"do_sample", "eos_token_id"})
 
@@ -60,6 +70,15 @@ class GenerationDefaults:
             max_tokens=int(get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)),
             eos_ids=frozenset(int(i) for i in ids),
         )
+
+
+def named_defaults(generation_config: Any) -> dict[str, Any]:
+    """The sampling settings that a generation_config names, as fields of `SamplingParams`; Transformers' own defaults
+    are not among them."""
+    named = generation_config.to_diff_dict()
+    return {
+        ours: named[theirs] for theirs, ours in DEFAULTS_FROM_GENERATION_CONFIG.items() if named.get(theirs) is not None
+    }
 
 
 @dataclass(frozen=True)

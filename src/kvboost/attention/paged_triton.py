@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvboost.attention.math import attend
 from kvboost.attention.step_tensors import StepInputs
@@ -16,6 +18,10 @@ from kvboost.kernels.triton.write import write_slots
 
 FRESH_TOKENS = 256
 """From this length on a prompt without cached keys goes through torch's fused attention over its own keys."""
+
+GATHER_TOKENS = 1024
+"""From this length on a piece of a prompt over cached keys has them gathered for torch's fused attention: 1.6 times the
+speed of our kernel on an H200, and copying a layer's keys is small beside it."""
 
 
 class TritonStep:
@@ -75,15 +81,32 @@ class TritonStep:
     ) -> Tensor:
         """`[T, Hq, Dv]` from query, key and value `[T, H, D]`, the last two stored already."""
         self.num_attended += 1
-        length = query.shape[0]
-        plain = softcap is None and s_aux is None and (sliding_window is None or length <= sliding_window)
-        if self._inputs.fresh and plain and length >= FRESH_TOKENS:
+        length, keys = query.shape[0], self._inputs.alone
+        plain = softcap is None and s_aux is None and (sliding_window is None or keys <= sliding_window)
+        if plain and keys == length >= FRESH_TOKENS:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             return attend(q, k, v, mask=None, causal=True, scaling=scaling)[0].transpose(0, 1)
+        if plain and keys > length >= GATHER_TOKENS:
+            return self._attend_gathered(layer, query, keys, scaling)
         return paged_attention(
             query, self._pool.keys[layer], self._pool.values[layer], self._inputs.batch,
             scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
         )  # fmt: skip
+
+
+    def _attend_gathered(self, layer: int, query: Tensor, num_keys: int, scaling: float | None) -> Tensor:
+        """One sequence whose last tokens are `query`: the last row sees all keys, the one before all but one ..."""
+        size = self._pool.layout.block_size
+        blocks = self._inputs.batch.tables[: -(-num_keys // size)]
+        groups = query.shape[1] // self._pool.keys[layer].shape[2]
+        k, v = (
+            pool[layer].index_select(0, blocks).flatten(0, 1)[:num_keys].repeat_interleave(groups, dim=1)
+            for pool in (self._pool.keys, self._pool.values)
+        )
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, k, v))
+        mask = causal_lower_right(query.shape[0], num_keys)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        return out[0].transpose(0, 1)
 
 
 def _rows(heads_first: Tensor) -> Tensor:

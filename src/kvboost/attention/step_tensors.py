@@ -31,14 +31,14 @@ STAGES = 2
 class StepInputs:
     """Device views of one step. ids `[T]` int64; slots `[T]` int64, -1 for padding; `batch.positions` `[T]` int64.
 
-    fresh: the whole step is one prompt from position 0, without padding. key: equal for two steps exactly when all
+    alone: when the whole step is one sequence, without padding, how many keys it has; else 0. key: equal for two steps exactly when all
     shapes, addresses and launches are, so it names a captured graph.
     """
 
     ids: Tensor
     slots: Tensor
     batch: PackedBatch
-    fresh: bool
+    alone: int
     key: tuple[int, int, int, bool]
 
 
@@ -76,7 +76,8 @@ class StepTensors:
         ids: of all tokens in packed order; None leaves zeros, for a caller that writes ids on the device. Padding:
         tokens get slot -1 and belong to sequences without keys, one token each where the sequences suffice, else all
         to the first; so padded tokens need at least one padded sequence. A table that was seen in an earlier step may
-        have grown at its end and must not have changed elsewhere. Raises ValueError beyond the capacities.
+        have changed at its end only: grown, or been cut and then seen before it grew again. Raises ValueError beyond
+        the capacities.
         """
         table = np.array([(s.start, s.count) for s in spans], dtype=np.int64).reshape(-1, 2)
         start, count = table[:, 0], table[:, 1]
@@ -129,10 +130,10 @@ class StepTensors:
         if padded:  # launch for whatever may come in this shape, not for what is there
             prompts = prompts or tokens != seqs
             decode_seqs = min(seqs, tokens) if singles or not prompts else 0
-        fresh = not padded and real_seqs == 1 and int(start[0]) == 0
-        return self._inputs(at, tokens, seqs, decode_seqs, prompts, fresh)
+        alone = int(kv_len[0]) if real_seqs == 1 and not padded else 0
+        return self._inputs(at, tokens, seqs, decode_seqs, prompts, alone)
 
-    def _inputs(self, at: _Offsets, tokens: int, seqs: int, decode_seqs: int, prompts: bool, fresh: bool) -> StepInputs:
+    def _inputs(self, at: _Offsets, tokens: int, seqs: int, decode_seqs: int, prompts: bool, alone: int) -> StepInputs:
         wide, narrow = torch.int64, torch.int32
         batch = PackedBatch(
             positions=self._view(at.positions, tokens, wide),
@@ -144,7 +145,7 @@ class StepTensors:
             prompts=prompts,
         )
         ids, slots = self._view(at.ids, tokens, wide), self._view(at.slots, tokens, wide)
-        return StepInputs(ids, slots, batch, fresh, (tokens, seqs, decode_seqs, prompts))
+        return StepInputs(ids, slots, batch, alone, (tokens, seqs, decode_seqs, prompts))
 
     def _view(self, offset: int, length: int, dtype: torch.dtype) -> Tensor:
         return self._device[offset : offset + length * dtype.itemsize].view(dtype)

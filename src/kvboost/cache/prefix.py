@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -34,10 +35,13 @@ def extend_keys(
     start = len(keys)
     if start >= end:
         return
-    data = token_bytes(tokens[start * block_size : end * block_size])
-    step = block_size * TOKEN_BYTES
+    _append_keys(keys, root, token_bytes(tokens[start * block_size : end * block_size]), 0, block_size * TOKEN_BYTES)
+
+
+def _append_keys(keys: list[bytes], root: bytes, data: bytes, begin: int, step: int) -> None:
+    """Keys of the blocks of `step` bytes in `data[begin:]`, which follow those of `keys`."""
     parent = keys[-1] if keys else root
-    for offset in range(0, len(data), step):
+    for offset in range(begin, len(data), step):
         parent = blake2b(parent + data[offset : offset + step], digest_size=KEY_BYTES).digest()
         keys.append(parent)
 
@@ -48,6 +52,53 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+class KeyMemo:
+    """Keys of recent long prompts: what a new one has in common with them is compared, not hashed again.
+
+    Hashing 32,000 tokens takes 3 to 5 ms, comparing them 0.02 ms; a chat's next turn or a question about the same
+    documents begins like a prompt that was just seen.
+    """
+
+    SMALLEST_BLOCKS = 32
+    ENTRIES = 16
+
+    def __init__(self, block_size: int) -> None:
+        self._step = block_size * TOKEN_BYTES
+        self._block_size = block_size
+        self._recent: deque[tuple[bytes, bytes, list[bytes]]] = deque(maxlen=self.ENTRIES)
+
+    def fill(self, keys: list[bytes], root: bytes, tokens: Sequence[int]) -> None:
+        """`extend_keys` for all of `tokens`."""
+        count = len(tokens) // self._block_size
+        if keys or count < self.SMALLEST_BLOCKS:
+            extend_keys(keys, root, tokens, self._block_size)
+            return
+        data = token_bytes(tokens[: count * self._block_size])
+        common, known = 0, None
+        for entry in self._recent:
+            if entry[0] == root and (blocks := self._common(data, entry[1])) > common:
+                common, known = blocks, entry
+        if known is not None:
+            keys.extend(known[2][:common])
+            if common == len(known[2]):  # it goes on where that one ended, and stands for it from now on
+                self._recent.remove(known)
+        _append_keys(keys, root, data, common * self._step, self._step)
+        self._recent.appendleft((root, data, list(keys)))
+
+    def _common(self, a: bytes, b: bytes) -> int:
+        """Blocks that both begin with."""
+        low, high = 0, min(len(a), len(b)) // self._step
+        if a[: self._step] != b[: self._step]:
+            return 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if a[low * self._step : middle * self._step] == b[low * self._step : middle * self._step]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
 
 class PrefixIndex:

@@ -88,7 +88,7 @@ class _StableText:
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._special = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._special = special_ids(tokenizer) if skip_special_tokens else frozenset()
         self._window: list[int] = []
         self._done = ""
         self._num_good = 0  # tokens of the window when it last began with `done`
@@ -196,8 +196,8 @@ def _num_open(text: str) -> int:
     return min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_UNFINISHED)
 
 
-def _special_ids(tokenizer: Any) -> frozenset[int]:
+def special_ids(tokenizer: Any) -> frozenset[int]:
     """Ids that `decode(skip_special_tokens=True)` leaves out."""
     if getattr(tokenizer, "is_fast", False):
         return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset(tokenizer.all_special_ids)
+    return frozenset(tokenizer.allspecial_ids)

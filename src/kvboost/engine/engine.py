@@ -333,6 +333,7 @@ class Engine:
 
     def _deliver(self, requests: Sequence[Request], sampled: sampler.Sampled) -> None:
         now = time.perf_counter()
+        ended: list[tuple[Request, tuple[str, int | str | None]]] = []
         for request, token, logprobs in zip(requests, sampled.token_ids, sampled.logprobs, strict=True):
             self._scheduler.append_token(request, token)
             request.first_token_s = request.first_token_s or now
@@ -343,8 +344,10 @@ class Engine:
                 continue
             if request.detokenizer is not None and matched is None:
                 text += request.detokenizer.flush()
-            self._scheduler.finish(request, *end)
+            ended.append((request, end))
             _emit(request, RequestOutput([token], text, _listed(logprobs), now, *end))
+        for request, end in ended:  # giving back a long prompt's blocks takes a millisecond: its reader need not wait
+            self._scheduler.finish(request, *end)
 
     def _read_prompt_logprobs(self, logits: StepLogits) -> None:
         for request, first, rows in logits.prompt_rows:

@@ -49,6 +49,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    num_shared_blocks: int = 0
+    """Blocks at the beginning of `blocks` that were found, whole, at the last admission."""
     keys: list[bytes] = field(default_factory=list)
     cached_tokens: int | None = None
     cached_by_source: dict[str, int] = field(default_factory=dict)

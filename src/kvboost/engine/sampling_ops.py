@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from kvboost.engine.grammar import GrammarState, TokenMasks
 from kvboost.engine.sampling_params import SamplingParams
 from kvboost.errors import EngineStepError
 
@@ -36,7 +37,7 @@ class SampleRow:
     """What is needed to pick the token of one row of logits.
 
     `len(output_ids)` is also the position of the draw: with `seed` it fixes the random number. `stop_ids` cannot be
-    picked while `len(output_ids) < params.min_tokens`.
+    picked while `len(output_ids) < params.min_tokens`, unless `grammar` allows nothing else.
     """
 
     params: SamplingParams
@@ -46,6 +47,7 @@ class SampleRow:
     stop_ids: frozenset[int]
     bad_word_ids: tuple[tuple[int, ...], ...]
     processors: tuple[Processor, ...] = ()
+    grammar: GrammarState | None = None
 
 
 def changes_logits(row: SampleRow) -> bool:
@@ -59,6 +61,7 @@ def changes_logits(row: SampleRow) -> bool:
         or p.allowed_token_ids is not None
         or row.bad_word_ids
         or row.processors
+        or row.grammar is not None
         or (p.min_tokens and row.stop_ids and len(row.output_ids) < p.min_tokens)
     )
 
@@ -69,14 +72,17 @@ def change_logits_(scores: Tensor, rows: Sequence[SampleRow]) -> None:
     Token ids outside the vocabulary are skipped: some models have fewer logits than embeddings.
     Raises `SampleError` when a custom processor fails.
     """
+    masks = _grammar_masks(rows)
     _add_biases(scores, rows)
     _keep_allowed(scores, rows)
-    _forbid(scores, rows)
+    _forbid(scores, rows, masks)
     _penalise_repetition(scores, rows)
     _penalise_output(scores, rows)
     for i, row in enumerate(rows):
         if row.processors:
             _run_processors(scores, i, row)
+    if masks is not None:
+        masks.apply_(scores)  # last: a processor may write over what was forbidden before
 
 
 def uniforms(rows: Sequence[SampleRow]) -> list[float]:
@@ -131,16 +137,28 @@ def _keep_allowed(scores: Tensor, rows: Sequence[SampleRow]) -> None:
     scores.view(-1)[index] = kept
 
 
-def _forbid(scores: Tensor, rows: Sequence[SampleRow]) -> None:
+def _forbid(scores: Tensor, rows: Sequence[SampleRow], masks: TokenMasks | None) -> None:
     banned: list[list[int]] = [[] for _ in rows]
     for i, row in enumerate(rows):
         if len(row.output_ids) < row.params.min_tokens:
-            banned[i] += row.stop_ids
+            # A grammar that is complete outranks min_tokens: otherwise no token would be left.
+            if masks is None or row.grammar is None or not masks.leaves_only(i, row.stop_ids):
+                banned[i] += row.stop_ids
         if row.bad_word_ids:
             banned[i] += _next_of_bad_words(row)
     if any(banned):
         index, _ = _flat(scores, banned)
         scores.view(-1)[index] = -torch.inf
+
+
+def _grammar_masks(rows: Sequence[SampleRow]) -> TokenMasks | None:
+    """The masks of all rows with a grammar, at once; None when there is no such row."""
+    states = [(i, row.grammar) for i, row in enumerate(rows) if row.grammar is not None]
+    if not states:
+        return None
+    if lost := [i for i, grammar in states if not grammar.follow(rows[i].output_ids)]:
+        raise SampleError(lost, "a token was generated that the grammar does not allow.")
+    return TokenMasks(states, len(rows))
 
 
 def _next_of_bad_words(row: SampleRow) -> list[int]:

@@ -10,12 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvboost.engine.structured_outputs import StructuredOutputsParams
 from kvboost.errors import InvalidRequest
 
 MAX_LOGPROBS = 100
 """Most alternatives per token: a row of log-probabilities is copied to the host for each."""
 
 MAX_N = 128
+
+REPETITION_PENALTIES = (1e-3, 1e3)
+"""Logits are multiplied and divided by it: beyond these they would overflow to infinity."""
 
 
 @dataclass
@@ -29,6 +33,7 @@ class SamplingParams:
     logit_bias: `{token_id: added to its logit}`. allowed_token_ids: nothing else is ever picked.
     bad_words: strings that must not appear. logprobs / prompt_logprobs: alternatives per token (0: only the
     token itself). Log-probabilities are those of the raw model output, before penalties and temperature.
+    structured_outputs: the form that the text must have; the text then ends where the form does, before min_tokens too.
 
     Fields may be assigned later, as in vLLM; each assignment is checked. A submitted request keeps what it was given.
     Raises `InvalidRequest` naming the field.
@@ -56,6 +61,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check()
@@ -79,7 +85,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _whole("top_k", self.top_k, -1, None)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -93,8 +99,10 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest("stop", f"got {text!r}; each stop must be a non-empty string.")
         for text in self.bad_words:
-            if not isinstance(text, str) or not text.strip():
-                raise InvalidRequest("bad_words", f"got {text!r}; each bad word must be a non-blank string.")
+            if not isinstance(text, str) or not text.strip() or _has_surrogate(text):
+                raise InvalidRequest(
+                    "bad_words", f"got {text!r}; each bad word must be a non-blank string without lone surrogates."
+                )
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
                 _whole(name, token, 0, None)
@@ -106,6 +114,17 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
 
+        if self.structured_outputs is not None:
+            given: Any = self.structured_outputs
+            if not isinstance(given, StructuredOutputsParams):
+                raise InvalidRequest(
+                    "structured_outputs", f"got {type(given).__name__}; it must be a StructuredOutputsParams."
+                )
+            if self.ignore_eos:
+                raise InvalidRequest(
+                    "ignore_eos", "cannot go with structured_outputs: the text ends where its form is complete."
+                )
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -113,6 +132,11 @@ class SamplingParams:
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, validated again."""
         return replace(self, **changes)
+
+
+def _has_surrogate(text: str) -> bool:
+    """Half of a character, which no tokenizer takes: JSON can write it, UTF-8 cannot."""
+    return any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _normalised(name: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvboost.cache.blocks import BlockPool
-from kvboost.cache.prefix import extend_keys
+from kvboost.cache.prefix import KeyMemo, extend_keys
 from kvboost.engine.request import Request, Status
 
 MAX_PINNED_SHARE = 0.5
@@ -77,6 +77,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.pinned: dict[str, list[int]] = {}
         self.counters = CacheCounters()
+        self._memo = KeyMemo(block_size)
 
     # -- coming and going ------------------------------------------------------------------------------------------
 
@@ -280,6 +281,7 @@ class Scheduler:
             self.waiting.popleft()
             self.pool.retain(found)
             request.blocks = found
+            request.num_shared_blocks = len(found)
             request.num_computed = len(found) * self.block_size
             self._copy_tail(request, plan)
             request.status = Status.RUNNING
@@ -298,7 +300,7 @@ class Scheduler:
     def _find(self, request: Request) -> list[int]:
         if not request.reads_prefix:
             return []
-        extend_keys(request.keys, request.root, request.tokens, self.block_size)
+        self._memo.fill(request.keys, request.root, request.tokens)
         # The last token's logits are needed, so its block is computed even when it is known.
         limit = len(request.tokens) - (0 if request.prefill_only else 1)
         return self.pool.find(request.keys, limit // self.block_size)
@@ -321,9 +323,13 @@ class Scheduler:
             plan.copies.append((source, target))
 
     def _note_tails(self, request: Request) -> None:
-        """Let what this request computed be found by its parts, too: its blocks, and the partly filled last one."""
+        """Let what this request computed be found by its parts, too: its blocks, and the partly filled last one.
+
+        The blocks it found whole were noted by whoever computed them.
+        """
         size = self.block_size
-        for i, block in enumerate(request.blocks[: self.blocks_for(request.num_computed)]):
+        for i in range(request.num_shared_blocks, self.blocks_for(request.num_computed)):
+            block = request.blocks[i]
             end = min((i + 1) * size, request.num_computed)
             whole = end == (i + 1) * size
             if whole and self.pool.index.key_of(block) != request.keys[i]:

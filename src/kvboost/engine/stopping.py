@@ -11,7 +11,8 @@ def ends_after(request: Request, token: int, matched_stop: str | None) -> tuple[
     Order as in vLLM: EOS and stop tokens first, then stop strings, then lengths.
     """
     params = request.params
-    if request.num_output >= params.min_tokens and token in request.stop_ids:
+    # Under a grammar, a stop token before min_tokens means that nothing else was allowed.
+    if token in request.stop_ids and (request.num_output >= params.min_tokens or request.grammar is not None):
         return "stop", token if token in params.stop_token_ids else None
     if matched_stop is not None:
         return "stop", matched_stop
