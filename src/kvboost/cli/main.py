@@ -15,6 +15,7 @@ from kvboost.cli.demo import demo
 from kvboost.cli.info import info
 from kvboost.cli.options import SectionedCommand
 from kvboost.cli.run import run
+from kvboost.cli.serve import serve
 from kvboost.errors import KVBoostError
 
 app = typer.Typer(
@@ -47,6 +48,7 @@ app.command("demo", cls=SectionedCommand)(demo)
 app.command("run", cls=SectionedCommand)(run)
 app.command("chat", cls=SectionedCommand)(chat)
 app.command("info", cls=SectionedCommand)(info)
+app.command("serve", cls=SectionedCommand)(serve)
 app.add_typer(bench_app, name="bench")
 
 
