@@ -28,6 +28,7 @@ from kvboost import (
     PromptTooLong,
     SamplingParams,
 )
+from kvboost.models.loading import cpu_computes_bf16
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0}
 

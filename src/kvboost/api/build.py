@@ -45,6 +45,11 @@ LARGE_GPU_BYTES = 40 * GIB
 LARGE_GPU_STEP_TOKENS = 8192
 """On GPUs from this size on: long prompts want large matrix products, and their activations find room."""
 
+VERY_LARGE_GPU_BYTES = 90 * GIB
+ALONE_FACTOR = 4
+"""On GPUs from that size on, a prompt that nobody waits behind is prefilled in steps so many times larger: 32k tokens in
+one piece attend 1.5 times as fast as in four."""
+
 
 @dataclass(frozen=True)
 class Built:
@@ -86,16 +91,21 @@ def _build(model: PreTrainedModel, capabilities: Capabilities, config: EngineCon
     )
     wanted_len = _wanted_length(config.max_model_len, limit)
     step_tokens = config.max_num_batched_tokens or _default_step_tokens(model.device)
-    num_blocks = _num_blocks(config, layout, model, step_tokens)
+    alone_tokens = _tokens_alone(config, model.device, step_tokens)
+    num_blocks = _num_blocks(config, layout, model, alone_tokens)
     max_model_len = _fit_length(config, wanted_len, num_blocks, layout)
     device = model.device
     backend = choose(capabilities.layers, capabilities.q_heads, model.dtype, device, config.compile)
     fused = _fuse(model, capabilities, backend, max_model_len)
     pool = KVPool(layout, num_blocks, model.dtype, device)
     scheduler = Scheduler(
-        BlockPool(num_blocks, share=config.enable_prefix_caching), config.block_size, config.max_num_seqs, step_tokens
+        BlockPool(num_blocks, share=config.enable_prefix_caching),
+        config.block_size,
+        config.max_num_seqs,
+        step_tokens,
+        alone_tokens,
     )
-    runner = _runner(model, capabilities, backend, pool, config.max_num_seqs, step_tokens)
+    runner = _runner(model, capabilities, backend, pool, config.max_num_seqs, alone_tokens)
     engine = Engine(runner, scheduler, config.max_num_waiting)
     return Built(
         engine, runner, capabilities, backend, fused, layout, weights_fingerprint(model) + layout.fingerprint, max_model_len, limit,
@@ -142,6 +152,13 @@ def _default_step_tokens(device: torch.device) -> int:
     if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES:
         return LARGE_GPU_STEP_TOKENS
     return STEP_TOKENS
+
+
+def _tokens_alone(config: EngineConfig, device: torch.device, step_tokens: int) -> int:
+    if config.max_num_batched_tokens is not None or device.type != "cuda":
+        return step_tokens
+    large = torch.cuda.get_device_properties(device).total_memory >= VERY_LARGE_GPU_BYTES
+    return step_tokens * ALONE_FACTOR if large else step_tokens
 
 
 def _num_blocks(config: EngineConfig, layout: SlabLayout, model: PreTrainedModel, step_tokens: int) -> int:

@@ -93,7 +93,6 @@ class TritonStep:
             scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
         )  # fmt: skip
 
-
     def _attend_gathered(self, layer: int, query: Tensor, num_keys: int, scaling: float | None) -> Tensor:
         """One sequence whose last tokens are `query`: the last row sees all keys, the one before all but one ..."""
         size = self._pool.layout.block_size

@@ -62,12 +62,12 @@ def _seconds(call: Callable[[], Any]) -> float:
 class Bench:
     """Measures one engine; prompts are random ids, so that nothing is found by chance."""
 
-    def __init__(self, model: PreTrainedModel, bandwidth: float, **options: Any) -> None:
+    def __init__(self, model: PreTrainedModel, bandwidth: float, cold: dict[int, float], **options: Any) -> None:
         self.model = model
         self.vocab = int(model.config.get_text_config().vocab_size)
         self.bandwidth = bandwidth
         self.rng = random.Random(0)
-        self.transformers_cold: dict[int, float] = {}
+        self.transformers_cold = cold
         self.kv = KVBoost.from_model(model, **options)
 
     def ids(self, count: int) -> list[int]:
@@ -82,12 +82,12 @@ class Bench:
         self.generate(prompts, 1)
         self.generate(prompts, 8)
         results = self.generate(prompts, tokens)
-        tpot = statistics.median(r.tpot_ms for r in results)
+        tpot = float(statistics.median(r.tpot_ms for r in results))
         layout = self.kv.built.layout
         moved = self._weights_read() + batch * (context + tokens / 2) * layout.bytes_per_token
         limit = moved / self.bandwidth * 1e3
-        return {"case": f"decode {context} x{batch}", "tpot_ms": tpot, "limit_ms": limit, "of_limit": limit / float(tpot),
-                "tokens_per_s": batch / float(tpot) * 1e3}  # fmt: skip
+        return {"case": f"decode {context} x{batch}", "tpot_ms": tpot, "limit_ms": limit, "of_limit": limit / tpot,
+                "tokens_per_s": batch / tpot * 1e3}  # fmt: skip
 
     def _weights_read(self) -> int:
         """Bytes of weights that one token reads; of experts, only those it takes."""
@@ -121,17 +121,20 @@ class Bench:
         return {"case": f"{requests} requests of {shared}+{own}+{tokens}", "output_tokens_per_s": requests * tokens / seconds,
                 "seconds": seconds}  # fmt: skip
 
-    def measure_transformers(self, contexts: Sequence[int]) -> None:
-        """Transformers' own cold first token, from ids to the token on the host."""
-        for context in contexts:
 
-            def forward(context: int = context) -> Any:
-                ids = torch.tensor([self.ids(context)], device="cuda")
-                with torch.inference_mode():
-                    return self.model(ids, use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
+def transformers_cold(model: PreTrainedModel, contexts: Sequence[int]) -> dict[int, float]:
+    """Milliseconds of Transformers' own cold first token, from ids to the token on the host."""
+    found = {}
+    for context in contexts:
 
-            forward()
-            self.transformers_cold[context] = statistics.median(_seconds(forward) for _ in range(3)) * 1e3
+        def forward(context: int = context) -> Any:
+            ids = torch.randint(10, 1000, (1, context), device="cuda")
+            with torch.inference_mode():
+                return model(ids, use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
+
+        forward()
+        found[context] = statistics.median(_seconds(forward) for _ in range(3)) * 1e3
+    return found
 
 
 def static_batches(model: PreTrainedModel, prompts: Sequence[Sequence[int]], tokens: int, batch: int) -> Row:
@@ -149,17 +152,20 @@ def static_batches(model: PreTrainedModel, prompts: Sequence[Sequence[int]], tok
 def run(shape: str, quick: bool, with_throughput: bool) -> dict[str, Any]:
     model = build(shape)
     bandwidth = copy_bandwidth()
+    contexts = (1024, 4096, 8192) if quick else (1024, 4096, 8192, 32_768)
+    cold = transformers_cold(model, contexts)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(10, 1000) for _ in range(512)] for _ in range(128)]
+    static = static_batches(model, prompts, 128, 128) if with_throughput else None
     torch.cuda.empty_cache()
     began = time.perf_counter()
-    bench = Bench(model, bandwidth, max_model_len=34_816 if not quick else 10_240)
+    bench = Bench(model, bandwidth, cold, max_model_len=34_816 if not quick else 10_240)
     report: dict[str, Any] = {
         "shape": shape, "weights": "random bf16", "date": date.today().isoformat(), "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "transformers": __import__("transformers").__version__, "kvboost": kvboost.__version__,
         "command": "python -m kvboost.bench.gpu " + " ".join(sys.argv[1:]), "copy_gb_per_s": bandwidth / GB,
         "attention": bench.kv.attention_backend, "build_s": time.perf_counter() - began, "rows": [],
     }  # fmt: skip
-    contexts = (1024, 4096, 8192) if quick else (1024, 4096, 8192, 32_768)
-    bench.measure_transformers(contexts)
     begin = time.perf_counter()
     report["graphs"] = bench.kv.warm_up()
     report["warm_up_s"] = time.perf_counter() - begin
@@ -180,8 +186,8 @@ def run(shape: str, quick: bool, with_throughput: bool) -> dict[str, Any]:
         for shared, own in ((0, 512), (2048, 64)):
             bench.throughput(shared, own, 64, 16)
             add(bench.throughput(shared, own, 512, 128))
-        bench.kv.close()
-        add(static_batches(model, [bench.ids(512) for _ in range(128)], 128, 128))
+    if static is not None:
+        add(static)
     bench.kv.close()
     return report
 

@@ -40,7 +40,11 @@ SAMPLING_OPTIONS: dict[str, tuple[Any, str]] = {
 }
 
 MODEL_OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "dtype": (str, "auto", "auto (on a GPU the checkpoint's own; on a CPU bfloat16 where it is native, else float32), float32, float16 or bfloat16."),
+    "dtype": (
+        str,
+        "auto",
+        "auto (on a GPU the checkpoint's own; on a CPU bfloat16 where it is native, else float32), float32, float16 or bfloat16.",
+    ),
     "device": (str, "auto", "auto, cpu, cuda or cuda:N."),
     "tokenizer": (str | None, None, "Path or Hub id of a tokenizer that is not the model's own."),
 }

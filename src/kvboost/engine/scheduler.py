@@ -68,11 +68,20 @@ class Scheduler:
     oldest makes progress in every step, so nothing starves.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_tokens_alone: int | None = None,
+    ) -> None:
+        """max_tokens_alone: the budget of a step when there is one request in all, whom no one else waits behind."""
         self.pool = pool
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_tokens_alone = max_tokens_alone or max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.pinned: dict[str, list[int]] = {}
@@ -157,7 +166,8 @@ class Scheduler:
         prompt under way, if there is one: whoever is admitted after a prompt is admitted when it is complete.
         """
         plan = StepPlan()
-        budget = self.max_num_batched_tokens
+        alone = len(self.running) + len(self.waiting) == 1
+        budget = self.max_tokens_alone if alone else self.max_num_batched_tokens
         room = True
         for request in list(self.running):
             if request.status is not Status.RUNNING or request.remaining == 0:

@@ -1,6 +1,6 @@
 """Keeps Transformers from reading one GGUF file five times, and from drawing a bar where nobody sees it.
 
-SmolLM2 (98 MB, 49,152 tokens and their merges) loads in 4.5 s instead of 10 s.
+SmolLM2's model (98 MB, 49,152 tokens and their merges) loads in 3.5 to 4.9 s instead of 9.8 s, on 2 shared cores.
 """
 
 from __future__ import annotations
