@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvboost.attention.backends import Backend, choose
@@ -24,7 +25,6 @@ from kvboost.models.capabilities import Capabilities, discover
 from kvboost.models.fingerprint import weights_fingerprint
 from kvboost.models.fused.cpu import CpuOps
 from kvboost.models.fused.fuse import fuse, unfuse
-from kvboost.models.fused.reference import ReferenceStep
 from kvboost.models.limits import LengthLimit, length_limit, refuse_unsupported
 
 GIB = 1 << 30
@@ -210,7 +210,7 @@ def step_workspace_bytes(model: PreTrainedModel, tokens: int, rows: int) -> int:
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     try:
-        with torch.inference_mode(), running(ReferenceStep(packed=False)):
+        with torch.inference_mode(), running(_WithoutAttention()):
             model.get_decoder()(input_ids=ids, use_cache=False)
     except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(
@@ -219,6 +219,13 @@ def step_workspace_bytes(model: PreTrainedModel, tokens: int, rows: int) -> int:
         ) from error
     # Logits in the model's dtype, then in fp32 and sorted with indices when sampled.
     return torch.cuda.max_memory_allocated(model.device) - before + rows * vocabulary * 16
+
+
+class _WithoutAttention:
+    """A step that attends to nothing: what attention itself takes is small, and depends on the backend."""
+
+    def attend(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def free_ram_bytes() -> int:

@@ -19,6 +19,8 @@ from kvboost.kernels.triton.write import write_slots
 FRESH_TOKENS = 256
 """From this length on a prompt without cached keys goes through torch's fused attention over its own keys."""
 
+FUSED_HEAD_DIM = 128
+
 GATHER_TOKENS = 1024
 """From this length on a piece of a prompt over cached keys has them gathered for torch's fused attention: 1.6 times the
 speed of our kernel on an H200, and copying a layer's keys is small beside it."""
@@ -82,7 +84,11 @@ class TritonStep:
         """`[T, Hq, Dv]` from query, key and value `[T, H, D]`, the last two stored already."""
         self.num_attended += 1
         length, keys = query.shape[0], self._inputs.alone
-        plain = softcap is None and s_aux is None and (sliding_window is None or keys <= sliding_window)
+        # In fp32, and for heads wider than 128, torch has no fused attention for grouped queries here: it would make the
+        # whole matrix of scores (8 GiB for 8,192 tokens of Gemma 3 12B).
+        fused = query.dtype != torch.float32 or query.device.type == "cpu"
+        fused = fused and max(query.shape[2], value.shape[2]) <= FUSED_HEAD_DIM
+        plain = fused and softcap is None and s_aux is None and (sliding_window is None or keys <= sliding_window)
         if plain and keys == length >= FRESH_TOKENS:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             return attend(q, k, v, mask=None, causal=True, scaling=scaling)[0].transpose(0, 1)

@@ -105,7 +105,11 @@ class Bench:
             self._ttft(base + self.ids(new))
             warm.append(self._ttft(base + self.ids(new)))
         own = self.transformers_cold.get(context)
-        row = {"case": f"first token {context}", "cold_ms": statistics.median(cold), "warm_ms": statistics.median(warm)}
+        row: Row = {
+            "case": f"first token {context}",
+            "cold_ms": statistics.median(cold),
+            "warm_ms": statistics.median(warm),
+        }
         return row if own is None else {**row, "transformers_cold_ms": own, "ratio": own / row["warm_ms"]}
 
     def _ttft(self, ids: list[int]) -> float:

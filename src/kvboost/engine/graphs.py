@@ -90,10 +90,16 @@ class Graphs:
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 output = forward()
         except torch.cuda.OutOfMemoryError:
-            self._given_up = True
-            torch.cuda.empty_cache()
-            log.warning("no GPU memory is left for CUDA graphs; steps of new shapes run without. "
-                        "Lower gpu_memory_utilization or num_blocks to make room.")  # fmt: skip
+            self._give_up("no GPU memory is left for them. Lower gpu_memory_utilization or num_blocks")
+            return None
+        except RuntimeError as error:  # code that waits for the device, as some mixture-of-experts layers do
+            self._give_up(f"the model's code cannot be captured ({str(error).splitlines()[0]})")
             return None
         self._graphs[key] = graph, output
         return self._graphs[key]
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        log.warning("CUDA graphs are off for steps of new shapes: %s.", reason)

@@ -17,12 +17,14 @@ from kvboost.server import cache, chat, completions, embeddings, events, info, r
 from kvboost.server.answers import error_response
 from kvboost.server.errors import ApiError, validation_error
 from kvboost.server.guard import Guard
+from kvboost.server.page import page
 from kvboost.server.settings import ServerConfig
 from kvboost.server.state import ServerState
 from kvboost.server.tracing import Tracing
 
 ROUTERS = (
     info.router, completions.router, chat.router, responses.router, embeddings.router, cache.router, events.router,
+    page.router,
 )  # fmt: skip
 
 
