@@ -192,3 +192,16 @@ def test_hooked_and_replaced_modules_are_left_alone() -> None:
     assert (found["layers"], found["attention"], found["mlp"]) == (0, 1, 1)
     unfuse(model)
     assert "forward" in vars(model.model.layers[1].mlp)
+
+
+def test_a_fused_model_can_be_saved_and_loaded(tmp_path: Any) -> None:
+    model = boost(tiny(0), num_blocks=32)
+    try:
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path)
+        for (name, own), theirs in zip(model.named_parameters(), loaded.parameters(), strict=True):
+            assert torch.equal(own, theirs), name
+        size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+        assert size < 1.2 * sum(p.nbytes for p in model.parameters()), "no view is written with the whole it views"
+    finally:
+        unboost(model)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, linear, relu, silu
 
-from kvboost.kernels.native import build
+from kvboost.kernels.native import build, threads
 from kvboost.kernels.native.build import NativeUnavailable
 from kvboost.kernels.native.library import unavailable
 from kvboost.models.fused.cpu import CpuOps
@@ -139,3 +139,42 @@ def test_generation_goes_on_without_a_compiler(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.startswith("4 torch: "), done.stdout + done.stderr
     assert "g++" in done.stdout
+
+
+# -- threads -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [
+        ("max 100000", 4),
+        ("200000 100000", 2),
+        ("50000 100000", 1),
+        ("150000 100000", 2),
+        ("900000 100000", 4),
+        ("?", 4),
+    ],
+)
+def test_a_containers_quota_counts(text: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    (tmp_path / "cpu.max").write_text(text)
+    assert threads.usable_cores() == cores
+
+
+def test_threads_are_only_ever_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setattr(threads, "usable_cores", lambda: before + 5)
+        assert threads.fit_threads() == before
+        monkeypatch.setattr(threads, "usable_cores", lambda: 1)
+        assert threads.fit_threads() == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_released_team_comes_back() -> None:
+    x = torch.randn(512, 512)
+    expected = x @ x
+    threads.release_team()
+    assert torch.equal(x @ x, expected)

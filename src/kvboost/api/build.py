@@ -21,6 +21,7 @@ from kvboost.engine.engine import Engine
 from kvboost.engine.runner import Runner
 from kvboost.engine.scheduler import Scheduler
 from kvboost.errors import ConfigError
+from kvboost.kernels.native.threads import fit_threads
 from kvboost.models.capabilities import Capabilities, discover
 from kvboost.models.fingerprint import weights_fingerprint
 from kvboost.models.fused.cpu import CpuOps
@@ -74,6 +75,8 @@ def build(model: PreTrainedModel, config: EngineConfig) -> Built:
     Raises `UnsupportedModel` or `ConfigError`; the model then has its own attention as before.
     """
     refuse_unsupported(model.config)
+    if model.device.type == "cpu":
+        fit_threads()
     shared = attached(model)  # another engine serves it already
     try:
         return _build(model, discover(model, config.path), config)

@@ -9,7 +9,7 @@ export const SOURCES = {
   host: { label: "remembered, in main memory", remembered: true },
   disk: { label: "remembered, on disk", remembered: true },
   remote: { label: "remembered, on another machine", remembered: true },
-  chunk: { label: "remembered, from another place in a text", remembered: true },
+  chunk: { label: "remembered from elsewhere in a text (approximate)", remembered: true },
   computed: { label: "read now", remembered: false },
 };
 

@@ -37,13 +37,13 @@ export class Chat {
   /** Called with true and false as an answer begins and ends. */
   onBusy = () => {};
 
-  /** Ask what is in the composer. */
+  /** Ask what is in the composer. True when it was answered, in part at least, and is still part of the conversation. */
   async send() {
     const field = byId("question");
     const text = field.value.trim();
-    if (this.busy || (!text && this.#documents.empty)) return;
+    if (this.busy || (!text && this.#documents.empty)) return false;
     const fields = sampling();
-    if (fields === null) return;
+    if (fields === null) return false;
     const turn = { text, parts: this.#documents.take(), answer: null };
     turn.view = new TurnView(turn);
     field.value = "";
@@ -51,6 +51,7 @@ export class Chat {
     byId("turns").append(turn.view.node);
     this.#turns.push(turn);
     if (!(await this.#ask(turn, fields, this.#turns.length > 1))) this.#takeBack(turn);
+    return this.#turns.includes(turn);
   }
 
   /** Ask the last question again, and keep the old answer if that fails. */
@@ -92,11 +93,13 @@ export class Chat {
     this.#begin(turn);
     let answer = "";
     let ended = null;
+    let reason = null;
     let error = null;
     try {
       for await (const chunk of events(await request("v1/chat/completions", { body, signal: running.signal }))) {
         if (chunk.usage) ended = chunk;
         answer += chunk.choices[0]?.delta.content ?? "";
+        reason = chunk.choices[0]?.finish_reason ?? reason;
         turn.view.showAnswer(answer);
       }
       if (ended === null) throw new Error("The connection was cut before the answer ended.");
@@ -111,7 +114,10 @@ export class Chat {
     if (ended === null && !answer) return false;
     turn.answer = answer;
     if (ended === null) this.#finishNote(turn, error.name === "AbortError" ? "Stopped. " : "Not finished. ");
-    else await this.#report(turn, factsOf(ended), body.messages.slice(0, -1), followsUp);
+    else {
+      this.#finishNote(turn, noteOf(factsOf(ended), reason));
+      await this.#report(turn, factsOf(ended), body.messages.slice(0, -1), followsUp);
+    }
     return true;
   }
 
@@ -127,7 +133,6 @@ export class Chat {
   }
 
   async #report(turn, facts, sentBefore, followsUp) {
-    this.#finishNote(turn, noteOf(facts));
     const known = await this.#tokensOf(sentBefore);
     const sentence = this.#panel.show(facts, followsUp, known);
     announce(`Answer: ${turn.answer} ${sentence}`);

@@ -9,6 +9,7 @@ const LONG_PASTE = 1500;
 
 export class Documents {
   #parts = [];
+  #numbered = 0;
 
   constructor(question) {
     question.addEventListener("paste", (event) => {
@@ -34,7 +35,7 @@ export class Documents {
     });
   }
 
-  add(text, name = `Document ${this.#parts.length + 1}`) {
+  add(text, name = `Document ${++this.#numbered}`) {
     this.#parts.push({ name, text });
     this.#show();
     announce(`${name} added, ${count(text.length)} characters.`);
@@ -44,6 +45,7 @@ export class Documents {
   take() {
     const parts = this.#parts;
     this.#parts = [];
+    this.#numbered = 0;
     this.#show();
     return parts;
   }
@@ -51,6 +53,7 @@ export class Documents {
   /** Put parts back that could not be sent, before those added since. */
   restore(parts) {
     this.#parts = [...parts, ...this.#parts];
+    this.#numbered += parts.length;
     this.#show();
   }
 

@@ -42,7 +42,7 @@ export function msPerToken(earlier) {
  * earlier: the facts of earlier answers. followsUp: whether this question continues a conversation.
  */
 export function explain(facts, earlier, followsUp) {
-  const { prompt, cached, ttft, queue } = facts;
+  const { prompt, cached, ttft, queue, lookup } = facts;
   const waited = queue > 250 && queue > ttft / 2 ? ` Of that, ${time(queue)} went by before its turn came.` : "";
   if (cached === 0) {
     const opening = earlier.length
@@ -54,7 +54,7 @@ export function explain(facts, earlier, followsUp) {
   const from = followsUp ? "your last question" : "an earlier request";
   const opening = `${count(cached)} of ${count(prompt)} prompt tokens were remembered from ${from}`;
   const perToken = msPerToken(earlier);
-  const without = perToken === null ? 0 : ttft + cached * perToken;
+  const without = perToken === null ? 0 : queue + lookup + prompt * perToken;
   if (without < ttft * CLEARLY_SLOWER) {
     return { sentence: `${opening}; the first word came after ${time(ttft)}.${waited}`, basis: null };
   }

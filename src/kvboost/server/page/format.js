@@ -12,8 +12,9 @@ export const percent = (share) => `${Math.floor(share * 100 + 1e-9)}%`; // 99.6%
 /** Tokens per second: one decimal below 100. */
 export const rate = (n) => (n < 100 ? ONE : WHOLE).format(n);
 
-/** Milliseconds as "0.4 ms", "12 ms", "0.12 s", "1.2 s" or "34 s". */
+/** Milliseconds as "0 ms", "0.4 ms", "12 ms", "0.12 s", "1.2 s" or "34 s". */
 export function time(ms) {
+  if (ms === 0) return "0 ms";
   if (ms < 9.95) return `${ms.toFixed(1)} ms`;
   if (ms < 99.5) return `${Math.round(ms)} ms`;
   if (ms < 995) return `${(ms / 1000).toFixed(2)} s`;

@@ -4,7 +4,7 @@ import { json, nextKey, onKeyNeeded } from "./api.js";
 import { Chat } from "./chat.js";
 import { Documents } from "./documents.js";
 import { byId } from "./dom.js";
-import { DOCUMENT, QUESTION, SECOND_QUESTION } from "./example.js";
+import { DOCUMENT, NAME, QUESTION, SECOND_QUESTION } from "./example.js";
 import { follow } from "./live.js";
 import { Panel } from "./panel.js";
 
@@ -40,11 +40,10 @@ chat.onBusy = (busy) => {
 };
 
 byId("example").addEventListener("click", async () => {
-  documents.add(DOCUMENT, "Handbook of a harbour");
+  documents.add(DOCUMENT, NAME);
   question.value = QUESTION;
   question.focus();
-  await chat.send();
-  byId("follow-up").hidden = false;
+  byId("follow-up").hidden = !(await chat.send());
 });
 
 byId("follow-up").addEventListener("click", () => {

@@ -1,7 +1,7 @@
 // How turns look. Everything a user or a model wrote is set as text, so it can never become markup.
 
 import { make } from "./dom.js";
-import { count, percent, rate, time } from "./format.js";
+import { count, percent, rate, time, tokens } from "./format.js";
 
 const FENCE = /^```([^\n`]*)\n([\s\S]*?)(?:^```[^\S\n]*$|(?![\s\S]))/gm;
 
@@ -65,9 +65,9 @@ export class TurnView {
   }
 }
 
-/** The line below a finished answer. */
-export function noteOf(facts) {
+/** The line below a finished answer. reason: the API's finish_reason. */
+export function noteOf(facts, reason) {
   const pace = facts.perSecond === null ? "" : `, ${rate(facts.perSecond)} tokens per second`;
   return `First word after ${time(facts.ttft)}; ${percent(facts.cached / facts.prompt)} of the prompt remembered; `
-    + `${count(facts.written)} tokens written${pace}. `;
+    + `${tokens(facts.written)} written${pace}. ${reason === "length" ? "Cut off there: no more were allowed. " : ""}`;
 }
