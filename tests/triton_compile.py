@@ -30,7 +30,8 @@ SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448}
 """Shared memory that one block may have, by compute capability."""
 
 STACK_BYTES_ALLOWED = 128
-"""Spilled registers of a thread, 0 on a Hopper GPU: beyond a few values they cost more than a larger tile gains."""
+"""Spilled registers of a thread: beyond a few values they cost more than a larger tile gains. Decoding with two warps
+spills 40 bytes on an H200 and was measured faster than four warps without: 139 against 152 us for 256 x 1k keys."""
 
 
 class StandIn:
@@ -77,7 +78,7 @@ def compile_launches(capability: int) -> None:
             flush=True,
         )
         assert kernel.metadata.shared <= SHARED_BYTES[capability], "more shared memory than a block has"
-        assert stack <= (0 if capability == 90 else STACK_BYTES_ALLOWED), "registers are spilled"
+        assert stack <= STACK_BYTES_ALLOWED, "registers are spilled"
 
     JITFunction.run = run
 

@@ -62,7 +62,8 @@ def test_info_says_how_the_model_is_run() -> None:
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["path"] == "paged" and facts["layers"] == 30 and facts["max_model_len"] == 8192
-    assert facts["kv_bytes_per_token"] == 30 * 2 * 3 * 64 * 4, "layers x (K, V) x KV heads x head size x fp32"
+    size = {"bfloat16": 2, "float32": 4}[facts["dtype"]]  # what this machine's CPU computes natively
+    assert facts["kv_bytes_per_token"] == 30 * 2 * 3 * 64 * size, "layers x (K, V) x KV heads x head size x dtype"
 
 
 class Terminal:

@@ -69,7 +69,7 @@ def tiny_opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opt(tiny_opt: Path) -> Iterator[LLM]:
-    llm = LLM(model=str(tiny_opt), max_num_seqs=8, block_size=16, num_gpu_blocks_override=64, seed=0)
+    llm = LLM(model=str(tiny_opt), dtype="float32", max_num_seqs=8, block_size=16, num_gpu_blocks_override=64, seed=0)
     yield llm
     llm.kv.check()
     llm.close()

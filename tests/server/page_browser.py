@@ -21,6 +21,9 @@ WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 800}
 ANSWER_MS = 60_000
 """How long an answer may take: SmolLM2 reads the example in 2 s, on a machine that does nothing else."""
 
+LABELS = {"temperature": "Temperature", "top_p": "Top p", "max_tokens": "Tokens at most", "seed": "Seed"}
+"""Of the settings, by their name in the API."""
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -57,7 +60,7 @@ class Visit:
         """Fill in sampling settings; names as in the API."""
         self.page.locator("#settings").evaluate("node => { node.open = true }")
         for name, value in values.items():
-            self.page.locator(f"#{name.replace('_', '-')}").fill(str(value))
+            self.page.get_by_label(LABELS[name]).fill(str(value))
         self.page.locator("#settings").evaluate("node => { node.open = false }")
 
     def ask(self, text: str) -> None:
@@ -82,7 +85,7 @@ class Visit:
 def take_screenshots(url: str, chromium: str) -> None:
     """The example, asked and followed up, in light and in dark."""
     with browser(chromium) as opened:
-        visit = Visit(opened, url, viewport={"width": 1280, "height": 1160})
+        visit = Visit(opened, url, viewport={"width": 1280, "height": 1190})
         visit.settings(temperature=0.3, max_tokens=30, seed=int(sys.argv[1]) if len(sys.argv) > 1 else 1)
         visit.page.get_by_role("button", name="Try it with a short document").click()
         visit.wait_for_panel(1)

@@ -200,4 +200,4 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     """Ids that `decode(skip_special_tokens=True)` leaves out."""
     if getattr(tokenizer, "is_fast", False):
         return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset(tokenizer.allspecial_ids)
+    return frozenset(tokenizer.all_special_ids)

@@ -16,7 +16,7 @@ export const rate = (n) => (n < 100 ? ONE : WHOLE).format(n);
 export function time(ms) {
   if (ms === 0) return "0 ms";
   if (ms < 9.95) return `${ms.toFixed(1)} ms`;
-  if (ms < 99.5) return `${Math.round(ms)} ms`;
+  if (ms < 49.5) return `${Math.round(ms)} ms`;
   if (ms < 995) return `${(ms / 1000).toFixed(2)} s`;
   if (ms < 9950) return `${(ms / 1000).toFixed(1)} s`;
   return `${count(ms / 1000)} s`;

@@ -69,5 +69,5 @@ export class TurnView {
 export function noteOf(facts, reason) {
   const pace = facts.perSecond === null ? "" : `, ${rate(facts.perSecond)} tokens per second`;
   return `First word after ${time(facts.ttft)}; ${percent(facts.cached / facts.prompt)} of the prompt remembered; `
-    + `${tokens(facts.written)} written${pace}. ${reason === "length" ? "Cut off there: no more were allowed. " : ""}`;
+    + `${tokens(facts.written)} written${pace}. ${reason === "length" ? "Cut off at the limit of tokens. " : ""}`;
 }
