@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
 import pytest
 
-from kvboost.cache.prefix import KEY_BYTES, PrefixIndex, extend_keys, root_key
+from kvboost.cache import prefix
+from kvboost.cache.prefix import KEY_BYTES, KeyMemo, PrefixIndex, extend_keys, root_key
 
 
 def keys_of(
@@ -103,3 +105,46 @@ def test_check_notices_damage() -> None:
     index._block_of[b"a"] = 1
     with pytest.raises(AssertionError):
         index.check()
+
+
+# -- keys of recent prompts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_remembered_keys_are_the_hashed_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that share beginnings of any length, under two roots, more of them than are remembered."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(KeyMemo, "SMALLEST_BLOCKS", 2)
+    memo = KeyMemo(4)
+    roots = (root_key(b"weights"), root_key(b"weights", "salt"))
+    seen: list[list[int]] = [[]]
+    for _ in range(60):
+        begin = rng.choice(seen)
+        tokens = begin[: rng.randint(0, len(begin))] + rng.choices([1, 2], k=rng.randint(0, 40))
+        seen.append(tokens)
+        root = rng.choice(roots)
+        expected: list[bytes] = []
+        extend_keys(expected, root, tokens, 4)
+        keys: list[bytes] = []
+        memo.fill(keys, root, tokens)
+        assert keys == expected
+        later = [*tokens, 3, 3, 3, 3]  # a request that has grown since
+        memo.fill(keys, root, later)
+        extend_keys(expected, root, later, 4)
+        assert keys == expected
+
+
+def test_what_is_common_with_a_recent_prompt_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    memo, root = KeyMemo(16), root_key(b"weights")
+    first = list(range(16 * 100))
+    memo.fill([], root, first)
+    hashed = []
+    original = prefix._append_keys
+
+    def counted(keys: list[bytes], root: bytes, data: bytes, begin: int, step: int) -> None:
+        hashed.append((len(data) - begin) // step)
+        original(keys, root, data, begin, step)
+
+    monkeypatch.setattr(prefix, "_append_keys", counted)
+    memo.fill([], root, first[: 16 * 90] + [7] * 64)
+    assert hashed == [4]
