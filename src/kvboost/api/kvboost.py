@@ -274,7 +274,7 @@ class KVBoost:
         """Which attention runs, and why."""
         if self._built.capabilities.path == "compat":
             return f"the model's own: {self._built.capabilities.reason}"
-        return f"{self._built.backend.name}: {self._built.backend.reason}"
+        return str(self._built.backend)
 
     @property
     def capabilities(self) -> Capabilities:

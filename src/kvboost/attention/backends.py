@@ -35,6 +35,9 @@ class Backend:
     reason: str
     make_step: StepFactory | None
 
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
 
 def choose(
     layers: Sequence[LayerShape], q_heads: int, dtype: torch.dtype, device: torch.device, compiled: bool

@@ -37,15 +37,11 @@ class NativeStep:
         first = np.repeat(table_starts[:-1], [s.count for s in spans])
         self._slot_block = self._tables[first + position // size]
         self._slot_offset = (position % size).astype(np.int32)
-        self._addresses = (
-            self._spans.ctypes.data, len(spans), self._tables.ctypes.data,
-            self._slot_block.ctypes.data, self._slot_offset.ctypes.data,
-        )  # fmt: skip
         self._base = pool.slabs.data_ptr()
         self._struct = Step(
             rows=len(position), block_stride=pool.layout.slab_elements, block_size=size, num_spans=len(spans),
-            spans=self._addresses[0], tables=self._addresses[2], slot_block=self._addresses[3],
-            slot_offset=self._addresses[4],
+            spans=self._spans.ctypes.data, tables=self._tables.ctypes.data, slot_block=self._slot_block.ctypes.data,
+            slot_offset=self._slot_offset.ctypes.data,
         )  # fmt: skip
         self._rotated_by: tuple[Tensor, Tensor] | None = None
 
@@ -66,7 +62,7 @@ class NativeStep:
         k = k if k.stride(2) == 1 else k.contiguous()
         v = v if v.stride(2) == 1 else v.contiguous()
         keys, values = self._places(layer, shape)
-        _, _, _, block, offset = self._addresses
+        block, offset = self._struct.slot_block, self._struct.slot_offset
         self._lib.kvb_write(
             self._is_bf16, k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), q.shape[0],
             shape.k_heads, shape.v_heads, shape.k_dim, shape.v_dim, block, offset, keys, values,
@@ -86,7 +82,7 @@ class NativeStep:
         shape = self._pool.layout.layers[layer]
         keys, values = self._places(layer, shape)
         cos, sin = rotary or (None, None)
-        _, _, _, block, offset = self._addresses
+        block, offset = self._struct.slot_block, self._struct.slot_offset
         self._lib.kvb_rotate_and_write(
             self._is_bf16, qkv.data_ptr(), qkv.stride(0), qkv.shape[0], q_heads, shape.k_heads, shape.k_dim,
             shape.v_dim, 0 if cos is None else cos.shape[1], None if cos is None else cos.data_ptr(),
@@ -124,7 +120,7 @@ class NativeStep:
         self.num_attended += 1
         out = query.new_empty(query.shape[0], q_heads, shape.v_dim)
         keys, values = self._places(layer, shape)
-        spans, num_spans, tables, _block, _offset = self._addresses
+        spans, num_spans, tables = self._struct.spans, self._struct.num_spans, self._struct.tables
         sinks = None if s_aux is None else s_aux.float().contiguous()
         self._lib.kvb_attention(
             self._is_bf16, query.data_ptr(), query.stride(0), keys, values, self._pool.layout.slab_elements,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,7 @@ class GpuRunner(Runner):
             keep = torch.tensor(wanted.rows or [0], device=self._device)
             return wanted.sort(self._forward(inputs, keep)[: len(wanted.rows)])
 
-        def forward() -> Tensor:
-            return self._forward(inputs, inputs.batch.query_start[1:] - 1)  # the last row of every sequence
-
+        forward = partial(self._last_rows, inputs)
         graphs = None if padding is None else self._graphs
         logits = forward() if graphs is None else graphs.run(inputs.key, forward)
         return self._sampled(ordered, logits)
@@ -78,6 +77,10 @@ class GpuRunner(Runner):
         if padding is None:
             return self._tensors.fill(spans, ids)
         return self._tensors.fill(spans, ids, pad_tokens_to=padding.tokens, pad_seqs_to=padding.seqs)
+
+    def _last_rows(self, inputs: StepInputs) -> Tensor:
+        """Logits of the last row of every sequence."""
+        return self._forward(inputs, inputs.batch.query_start[1:] - 1)
 
     def _forward(self, inputs: StepInputs, keep: Tensor) -> Tensor:
         step = TritonStep(self._pool, inputs, self._capabilities.layer_ids)
@@ -122,11 +125,7 @@ class GpuRunner(Runner):
         shapes += [Padding(n, 4) for n in PROMPT_TOKENS if n <= self._tensors.capacity_tokens]
         for shape in sorted(shapes, key=lambda s: -s.tokens):
             inputs = self._tensors.fill([], None, pad_tokens_to=shape.tokens, pad_seqs_to=shape.seqs)
-
-            def forward(inputs: StepInputs = inputs) -> Tensor:
-                return self._forward(inputs, inputs.batch.query_start[1:] - 1)
-
-            self._graphs.capture(inputs.key, forward)
+            self._graphs.capture(inputs.key, partial(self._last_rows, inputs))
         return self._graphs.count
 
 

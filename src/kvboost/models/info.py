@@ -73,7 +73,7 @@ def _describe(path: str, load: bool) -> ModelDescription:
         capabilities = discover(model)
         layout = SlabLayout(capabilities.layers, DEFAULT_BLOCK_SIZE, str(dtype), model.dtype.itemsize)
         chosen = choose(capabilities.layers, capabilities.q_heads, model.dtype, device, compiled=True)
-        backend = f"{chosen.name}: {chosen.reason}" if capabilities.path == "paged" else "the model's own"
+        backend = str(chosen) if capabilities.path == "paged" else "the model's own"
         attention = f"{capabilities.q_heads} query heads, {_shapes(capabilities.layers)}"
         loaded = {
             "path": capabilities.path,

@@ -17,10 +17,10 @@ from kvboost.server.errors import ApiError
 from kvboost.server.generation import Event, Generation
 from kvboost.server.logprobs import chat_logprobs
 from kvboost.server.prompts import chat_ids, chat_size, plain_messages
-from kvboost.server.sampling import cache_salt, make_requests, require_model, sampling_params
+from kvboost.server.sampling import cache_salt, make_requests, require_model, sampling_params, wants_usage
 from kvboost.server.schema import ERRORS, ChatRequest
 from kvboost.server.state import ServerState, server_state
-from kvboost.server.structured import require_form, response_format, structured_outputs
+from kvboost.server.structured import asked_forms, require_form
 from kvboost.server.tools.openai import delta as tool_delta
 from kvboost.server.tools.openai import finish_reason
 from kvboost.server.tools.openai import message as tool_message
@@ -42,15 +42,11 @@ async def chat_completions(
                        code="invalid_value")  # fmt: skip
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: needs logprobs=true.", param="top_logprobs", code="invalid_value")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options: needs stream=true.", param="stream_options", code="invalid_value")
+    with_usage = wants_usage(body)
     plan = plan_tools(
         body.tools, body.tool_choice, body.parallel_tool_calls, state.kv.tokenizer, state.config.tool_call_parser
     )
-    asked = {
-        "response_format": response_format(body.response_format),
-        "structured_outputs": structured_outputs(body.structured_outputs),
-    }
+    asked = asked_forms(body)
     params = sampling_params(
         state, body,
         max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
@@ -65,8 +61,7 @@ async def chat_completions(
     groups = make_requests(state, [ids], params, cache_salt(request.scope, body.cache_salt), arrival_s)
     reply = _Reply(state, model, plan, body.top_logprobs or 0)
     if body.stream:
-        wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return StreamAnswer(state, groups, _ChatStream(reply, params.n, wants_usage))
+        return StreamAnswer(state, groups, _ChatStream(reply, params.n, with_usage))
     return WholeAnswer(state, groups, reply.whole)
 
 

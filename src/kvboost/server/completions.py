@@ -17,10 +17,10 @@ from kvboost.server.errors import ApiError
 from kvboost.server.generation import Event, Generation
 from kvboost.server.logprobs import completion_logprobs
 from kvboost.server.prompts import prompt_ids, prompt_size, split_prompt
-from kvboost.server.sampling import cache_salt, make_requests, require_model, sampling_params
+from kvboost.server.sampling import cache_salt, make_requests, require_model, sampling_params, wants_usage
 from kvboost.server.schema import ERRORS, CompletionRequest
 from kvboost.server.state import ServerState, server_state
-from kvboost.server.structured import require_form, response_format, structured_outputs
+from kvboost.server.structured import asked_forms, require_form
 from kvboost.server.usage import timing, usage
 
 router = APIRouter()
@@ -33,15 +33,11 @@ async def completions(
     """Continue one prompt or several. Choices of prompt i are numbered from i * n."""
     arrival_s = time.perf_counter()
     model = require_model(state, body.model)
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options: needs stream=true.", param="stream_options", code="invalid_value")
+    with_usage = wants_usage(body)
     if body.echo and body.stream and body.logprobs is not None:
         raise ApiError(400, "echo: with logprobs, it cannot be streamed. Leave out stream.", param="echo",
                        code="unsupported_parameter")  # fmt: skip
-    asked = {
-        "response_format": response_format(body.response_format),
-        "structured_outputs": structured_outputs(body.structured_outputs),
-    }
+    asked = asked_forms(body)
     params = sampling_params(
         state, body, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None,
         max_tokens=body.max_tokens, structured_outputs=await require_form(state, asked),
@@ -53,8 +49,7 @@ async def completions(
     groups = make_requests(state, ids, params, cache_salt(request.scope, body.cache_salt), arrival_s)
     reply = _Reply(state, model, prompts if body.echo else None, body.logprobs, params.n)
     if body.stream:
-        wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return StreamAnswer(state, groups, _CompletionStream(reply, groups, wants_usage))
+        return StreamAnswer(state, groups, _CompletionStream(reply, groups, with_usage))
     return WholeAnswer(state, groups, reply.whole)
 
 

@@ -9,7 +9,7 @@ from kvboost.api.params import named_defaults, resolve
 from kvboost.engine.request import Request
 from kvboost.engine.sampling_params import SamplingParams
 from kvboost.server.errors import ApiError
-from kvboost.server.schema import Sampling
+from kvboost.server.schema import ChatRequest, CompletionRequest, Sampling
 from kvboost.server.settings import ApiKey
 from kvboost.server.state import ServerState
 
@@ -59,6 +59,15 @@ def cache_salt(scope: Mapping[str, Any], asked: str | None) -> str | None:
     if key is None or key.salt is None:
         return asked
     return key.salt if asked is None else f"{key.salt}\x00{asked}"
+
+
+def wants_usage(body: ChatRequest | CompletionRequest) -> bool:
+    """Whether a stream ends with a chunk of usage. Raises `ApiError` 400 for `stream_options` without a stream."""
+    if body.stream_options is None:
+        return False
+    if not body.stream:
+        raise ApiError(400, "stream_options: needs stream=true.", param="stream_options", code="invalid_value")
+    return bool(body.stream_options.include_usage)
 
 
 def require_model(state: ServerState, model: str | None) -> str:

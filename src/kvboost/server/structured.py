@@ -11,6 +11,7 @@ from kvboost.errors import InvalidRequest
 from kvboost.server.errors import ApiError, unsupported
 
 if TYPE_CHECKING:
+    from kvboost.server.schema import ChatRequest, CompletionRequest
     from kvboost.server.state import ServerState
     from kvboost.server.tools.plan import ToolPlan
 
@@ -56,6 +57,14 @@ def structured_outputs(value: Mapping[str, Any] | None, field: str = FIELD) -> S
         raise _invalid(field, f"must be an object with one of {', '.join(KINDS)}.")
     _require_keys(value, KINDS, field)
     return _made(value, {kind: f"{field}.{kind}" for kind in KINDS}, field)
+
+
+def asked_forms(body: ChatRequest | CompletionRequest) -> dict[str, StructuredOutputsParams | None]:
+    """What each field of a request that may ask for a form says. Raises `ApiError` 400 naming the field."""
+    return {
+        "response_format": response_format(body.response_format),
+        "structured_outputs": structured_outputs(body.structured_outputs),
+    }
 
 
 async def require_form(

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from kvboost.attention.step import current_step, running
 from kvboost.models.fused.ops import Ops
-from kvboost.models.fused.parts import Attention, Held, Layer, Linear, Mlp, Norm
+from kvboost.models.fused.parts import Attention, Held, Layer, Linear, Mlp, Norm, hooked
 from kvboost.models.fused.reference import ReferenceStep
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -141,7 +141,7 @@ class _Builder:
         for norm, held in Norm.candidates(module, Held):
 
             def answer(step: Any, args: Any, kwargs: Any, norm: Norm = norm) -> Tensor:
-                x: Tensor = args[0] if args else kwargs["hidden_states"]
+                x = _input(args, kwargs)
                 return norm(ops, x.reshape(-1, x.shape[-1])).view(x.shape)
 
             if self._put(module, held, answer, "norms"):
@@ -156,7 +156,7 @@ class _Builder:
         ops = self._ops
 
         def answer(step: Any, args: Any, kwargs: Any) -> Tensor:
-            x: Tensor = args[0] if args else kwargs["hidden_states"]
+            x = _input(args, kwargs)
             return mlp(ops, x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
         if self._put(module, held, answer, "mlp"):
@@ -171,7 +171,7 @@ class _Builder:
         ops = self._ops
 
         def answer(step: Any, args: Any, kwargs: Any) -> tuple[Tensor, None]:
-            x: Tensor = args[0] if args else kwargs["hidden_states"]
+            x = _input(args, kwargs)
             return attention(ops, step, x[0], _rotary(step, args, kwargs)).unsqueeze(0), None
 
         if self._put(module, held, answer, "attention"):
@@ -197,12 +197,7 @@ class _Builder:
     def _layer(self, module: nn.Module) -> None:
         children = {name: child for name, child in module._modules.items() if not isinstance(child, nn.Dropout)}
         names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-        if (
-            set(children) != set(names)
-            or module not in self._calls
-            or module._forward_hooks
-            or module._forward_pre_hooks
-        ):
+        if set(children) != set(names) or module not in self._calls or hooked(module):
             return
         before, attention, between, mlp = (children[name] for name in names)
         if (
@@ -217,7 +212,7 @@ class _Builder:
         ops, whole = self._ops, self._ops.compile_layer(layer)
 
         def answer(step: Any, args: Any, kwargs: Any) -> Tensor:
-            x: Tensor = args[0] if args else kwargs["hidden_states"]
+            x = _input(args, kwargs)
             x, rotary = x[0], _rotary(step, args, kwargs)
             out = None if whole is None else whole(step, x, rotary)
             return (layer(ops, step, x, rotary) if out is None else out).unsqueeze(0)
@@ -231,7 +226,7 @@ class _Builder:
         linear, ops = Linear([module], held), self._ops  # type: ignore[list-item]
 
         def answer(step: Any, args: Any, kwargs: Any) -> Tensor:
-            x: Tensor = args[0] if args else kwargs["input"]
+            x = _input(args, kwargs, "input")
             return linear(ops, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
         self._put(module, held, answer, "linears")
@@ -264,6 +259,12 @@ class _Builder:
             return False
         difference = (own.float() - ours.float()).norm() / own.float().norm().clamp_min(1e-12)
         return bool(difference < TOLERANCE[own.dtype])
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "hidden_states") -> Tensor:
+    """What a module is called on."""
+    x: Tensor = args[0] if args else kwargs[name]
+    return x
 
 
 def _rotary(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:

@@ -53,19 +53,19 @@ class Linear:
     """One `nn.Linear`, or several that share their input: their rows lie one after the other in memory."""
 
     def __init__(self, linears: Sequence[nn.Linear], held: Held) -> None:
-        self.weights = [held.add(linear, "weight") for linear in linears]
-        self.biases = [held.add(linear, "bias") for linear in linears if linear.bias is not None]
-        self.weight, self.bias = self.weights[0], self.biases[0] if self.biases else None
+        weights = [held.add(linear, "weight") for linear in linears]
+        biases = [held.add(linear, "bias") for linear in linears if linear.bias is not None]
+        self.weight, self.bias = weights[0], biases[0] if biases else None
         if len(linears) > 1:
             self.weight = _joined([linear.weight for linear in linears])
-            self.bias = _joined([linear.bias for linear in linears]) if self.biases else None
+            self.bias = _joined([linear.bias for linear in linears]) if biases else None
             held.refresh()
 
     @staticmethod
     def fits(linears: Sequence[Any]) -> bool:
         """Plain linears of one input size, all with a bias or none."""
         return (
-            all(type(x) is nn.Linear and x.weight.is_contiguous() and not _hooked(x) for x in linears)
+            all(type(x) is nn.Linear and x.weight.is_contiguous() and not hooked(x) for x in linears)
             and len({x.in_features for x in linears}) == 1
             and len({x.bias is None for x in linears}) == 1
         )
@@ -84,7 +84,7 @@ class Norm:
 
     @staticmethod
     def candidates(module: nn.Module, held: Callable[[], Held]) -> list[tuple[Norm, Held]]:
-        if not type(module).__name__.endswith("RMSNorm") or _eps(module) is None or _hooked(module):
+        if not type(module).__name__.endswith("RMSNorm") or _eps(module) is None or hooked(module):
             return []
         weight = module._parameters.get("weight")
         if weight is None or weight.dim() != 1 or not weight.is_contiguous() or len(module._parameters) != 1:
@@ -213,7 +213,7 @@ def _eps(module: nn.Module) -> float | None:
     return float(eps) if isinstance(eps, (int, float)) else None
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     """Whether someone listens to calls of the module, which a fused form would not make."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
