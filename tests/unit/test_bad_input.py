@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -338,7 +340,19 @@ def test_many_threads_get_the_same_answers(tiny: KVBoost) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_told(tiny: KVBoost) -> None:
+    """Though this thread has a team of compute threads, and another holds the engine's lock, neither of which forks."""
     still_serves(tiny)
+    torch.mm(torch.ones(500, 500), torch.ones(500, 500))
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with tiny._engine._changed:
+            held.set()
+            forked.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(60)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -351,6 +365,8 @@ def test_a_forked_child_is_told(tiny: KVBoost) -> None:
             said = repr(error).encode()
         os.write(write, said)
         os._exit(0)
+    forked.set()
+    holder.join()
     os.waitpid(child, 0)
     assert b"fork" in os.read(read, 1000)
     still_serves(tiny)
@@ -439,3 +455,21 @@ def test_a_receiver_that_raises_harms_nobody(tiny: KVBoost) -> None:
         time.sleep(0.005)
     assert tiny.stats().num_running == 0
     still_serves(tiny)
+
+
+def test_a_program_may_end_while_an_answer_is_written() -> None:
+    """The engine ends before the interpreter does; a thread stopped inside a lock would hang whoever closes it later."""
+    script = """
+import atexit
+atexit.register(lambda: print("engine alive:", kv._engine._thread.is_alive(), "closed:", kv._engine.closed))
+from conftest import byte_tokenizer, tiny_llama
+from kvboost import KVBoost
+kv = KVBoost.from_model(tiny_llama(), byte_tokenizer(), num_blocks=64)
+stream = kv.stream([5, 6, 7], max_new_tokens=900, temperature=0, ignore_eos=True)
+next(stream)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout.split("\n")[-2] == "engine alive: False closed: True" and done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ outputs through each request's `sink`, which runs in the engine thread and must 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -69,6 +70,8 @@ class Engine:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop, name="kvboost-engine", daemon=True)
         self._thread.start()
+        # While the interpreter goes down, a daemon thread stops where it stands, holding what locks it holds.
+        atexit.register(self.close)
 
     # -- for callers -----------------------------------------------------------------------------------------------
 
@@ -78,6 +81,7 @@ class Engine:
         With `block`, more requests than `max_num_waiting` are queued in pieces as room appears; without it, they are
         refused together with `EngineBusy`. Raises `EngineClosed`.
         """
+        self._require_this_process()
         release_team()
         pending = deque(requests)
         with self._changed:
@@ -132,6 +136,7 @@ class Engine:
         return lambda: self._set_listeners(lambda present: tuple(f for f in present if f is not listener))
 
     def _set_listeners(self, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+        self._require_this_process()
         with self._changed:
             self._listeners = change(self._listeners)
 
@@ -147,6 +152,7 @@ class Engine:
         """Abort what is in flight and stop the thread. Idempotent."""
         if os.getpid() != self._pid:
             return  # a forked child: the thread lives in the parent
+        atexit.unregister(self.close)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -158,15 +164,19 @@ class Engine:
         return self._closing
 
     def _post(self, command: Callable[[], None]) -> None:
+        self._require_this_process()
         with self._changed:
             self._require_open()
             self._inbox.commands.append(command)
             self._changed.notify_all()
 
-    def _require_open(self) -> None:
+    def _require_this_process(self) -> None:
+        """Before any lock is taken: one that the parent's thread held at the fork is never given back here."""
         if os.getpid() != self._pid:
             raise EngineClosed("this engine was made in another process: its thread did not survive the fork. "
                                "Load the model after forking, or use the 'spawn' start method.")  # fmt: skip
+
+    def _require_open(self) -> None:
         if self._closing:
             raise EngineClosed("the engine is closed. Make a new one with KVBoost.from_pretrained(...).")
 

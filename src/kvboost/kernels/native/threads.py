@@ -17,6 +17,8 @@ import torch
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
+HOME_PID = os.getpid()
+
 PAUSE_SOFT = 1
 """`omp_pause_soft` of OpenMP 5.0: give resources back, keep settings."""
 
@@ -46,9 +48,12 @@ def usable_cores() -> int:
 
 
 def release_team() -> None:
-    """End the OpenMP team of the calling thread; its next parallel region makes a new one (about 0.1 ms)."""
+    """End the OpenMP team of the calling thread; its next parallel region makes a new one (about 0.1 ms).
+
+    Nothing in a forked child: the team stayed in the parent, and waiting for it to end would take for ever.
+    """
     pause = _pause()
-    if pause is not None:
+    if pause is not None and os.getpid() == HOME_PID:
         pause(PAUSE_SOFT)
 
 
