@@ -1,0 +1,1 @@
+"""Packed weights: how they are stored, computed with, quantised, and streamed."""
