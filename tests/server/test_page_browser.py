@@ -303,6 +303,9 @@ def test_the_key_is_asked_for_and_kept_in_memory_only(small: KVBoost, visit: Ope
         page.get_by_role("button", name="Not now").click()
         page.get_by_label("Your question").fill("Hello")
         page.keyboard.press("Enter")  # asked again, because now it is needed
+        page.get_by_role("textbox", name="API key").fill("clé")  # no header can hold it
+        page.keyboard.press("Enter")
+        page.get_by_text("does not accept this API key").wait_for()
         page.get_by_role("textbox", name="API key").fill("right")
         page.keyboard.press("Enter")
         page.get_by_role("button", name="Regenerate").wait_for(timeout=ANSWER_MS)

@@ -173,7 +173,9 @@ def test_metrics_equal_what_the_requests_reported(small: KVBoost) -> None:
             for choice in answer["choices"]:
                 reasons[choice["finish_reason"]] += 1
             times.append(answer["kvboost"])
+        embedded = post(server, "/v1/embeddings", input=[LONG, "other"])["usage"]["total_tokens"]
         now = metrics(server)
+        assert now["embedded_prompts_total", ()] == 2 and now["embedded_tokens_total", ()] == embedded
         assert now["prompt_tokens_total", ()] == now["prefix_cache_queries_total", ()] == prompt
         assert now["generation_tokens_total", ()] == output and now["prefix_cache_hits_total", ()] == cached > 0
         assert now["prompt_tokens_by_source_total", (("source", "device"),)] == cached

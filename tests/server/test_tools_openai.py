@@ -14,6 +14,7 @@ pytest.importorskip("xgrammar", reason="the extra `structured` is not installed"
 from openai import OpenAI
 
 from kvboost import KVBoost
+from kvboost.server.errors import ApiError
 from kvboost.server.tools.formats import FORMATS, find_format
 from kvboost.server.tools.plan import messages_for, plan_tools
 from running_server import NAME, RunningServer
@@ -139,9 +140,38 @@ def test_auto_reads_calls_that_the_model_writes(client: OpenAI, server: RunningS
     server.wait_idle()
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_strict_function_that_the_model_calls_by_itself(client: OpenAI, strict: bool) -> None:
+    """It repeats the call it sees, which lacks a field that the schema wants; only a grammar makes it write one."""
+    schema = {**ADD, "properties": {**ADD["properties"], "unit": {"enum": ["kg"]}}, "required": ["a", "b", "unit"]}
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": schema, "strict": strict}}, TOOLS[0]]
+    earlier = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+    messages: Any = [
+        *ASK, {"role": "assistant", "content": earlier},
+        {"role": "user", "content": "Now call add with 5 and 6 the same way."},
+    ]  # fmt: skip
+    asked: Any = {"messages": messages, "tools": tools, **GREEDY}
+    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls or []
+    assert call.function.name == "add"
+    assert json.loads(call.function.arguments) == {"a": 5, "b": 6, **({"unit": "kg"} if strict else {})}
+    (streamed,), _, _ = joined(client.chat.completions.create(stream=True, **asked))
+    assert streamed["arguments"] == call.function.arguments
+
+
+def test_strict_is_refused_where_it_could_not_be_kept(smollm2: KVBoost) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}}]
+    for parser in ("llama3", "mistral"):
+        with pytest.raises(ApiError) as caught:
+            plan_tools(tools, "auto", None, smollm2.tokenizer, parser)
+        assert caught.value.param == "tools[0].function.strict" and "'required'" in str(caught.value)
+        assert plan_tools(tools, "required", None, smollm2.tokenizer, parser).structured_outputs is not None
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {
+            "type": "object", "properties": {"x": {"not": {}}}}}}]}, "tools[0].function.parameters.properties.x.not"),
         ({"tools": []}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),

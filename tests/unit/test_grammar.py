@@ -21,6 +21,7 @@ from kvboost.engine.grammar import Grammars, GrammarState
 from kvboost.engine.json_schema import enforceable
 from kvboost.engine.patterns import whole_pattern
 from kvboost.engine.sampler import SampleError, SampleRow, sample
+from kvboost.engine.structured_outputs import ToolCallForm
 
 EOS = 2
 
@@ -75,6 +76,20 @@ def test_masks_follow_the_output_and_end_where_the_grammar_does(grammars):
     assert allowed(state, "a") == {"b", "c"}
     assert allowed(state, "ab") == {"d", "$"}
     assert allowed(state, "abd") == {"$"}
+
+
+def test_calls_in_free_text_are_held_to_their_schemas(grammars):
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    form = ToolCallForm("<call>", "</call>", (("f", schema), ("g", {"type": "object"})))
+    free = allowed(grammars.state(form, frozenset({EOS})), "well <cal")
+    assert {"$", "a", "l", "<", "{"} <= free
+    begun = 'well <call>\n{"name": "f", "arguments": {"n":7'
+    assert "8" not in allowed(grammars.state(form, frozenset({EOS})), begun)
+    assert allowed(grammars.state(form, frozenset({EOS})), '<call>\n{"name": "') == {"f", "g"}
+    over = begun + "}}\n</call>"
+    assert {"$", "a"} <= allowed(grammars.state(form, frozenset({EOS})), over)
+    one = ToolCallForm("<call>", "</call>", form.tools, only_one=True)
+    assert allowed(grammars.state(one, frozenset({EOS})), over) == {"$"}
 
 
 def test_asking_again_changes_nothing(grammars):

@@ -7,7 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvboost.cli.options import MODEL_OPTIONS, ModelArgument, dataclass_parameters, open_model, with_model_options
+from kvboost.cli.options import (
+    MODEL_OPTIONS,
+    ModelArgument,
+    dataclass_parameters,
+    open_model,
+    uncollected,
+    with_model_options,
+)
 from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
 from kvboost.server.settings import ServerConfig
@@ -64,7 +71,8 @@ def serve(
     settings = ServerConfig(**given)
     EngineConfig.from_kwargs(**{k: v for k, v in model_options.items() if k not in MODEL_OPTIONS})
     try:
-        from kvboost.server import run
+        with uncollected():
+            from kvboost.server import run
     except ImportError as error:
         raise ConfigError("serve", MISSING.format(error.name or "more packages")) from error
     run.configure_logging(settings.log_level)

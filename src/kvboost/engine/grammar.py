@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.engine import grammar_helper
 from kvboost.engine.detokenizer import special_ids
-from kvboost.engine.structured_outputs import FIELD, StructuredOutputsParams
+from kvboost.engine.structured_outputs import FIELD, Form
 from kvboost.errors import EngineBusy, EngineClosed, InvalidRequest
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Grammars:
         self._bytes = 0
         self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def compiled(self, wanted: StructuredOutputsParams) -> Any:
+    def compiled(self, wanted: Form) -> Any:
         """The compiled grammar, from what is kept or anew. Raises `InvalidRequest` when it cannot be compiled.
 
         The first call starts the helper and takes 3 s on 2 cores; a new schema later some milliseconds. Raises
@@ -172,7 +172,7 @@ class Grammars:
                 self._refused.popitem(last=False)
         return self._look_up(key)
 
-    def state(self, wanted: StructuredOutputsParams, stop_ids: frozenset[int]) -> GrammarState:
+    def state(self, wanted: Form, stop_ids: frozenset[int]) -> GrammarState:
         """A new request's place at the beginning of a grammar. `stop_ids` are allowed where it may end, and only there."""
         if not stop_ids:
             raise InvalidRequest(
@@ -206,7 +206,7 @@ class Grammars:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
-_NAMES = {"json": "schema", "regex": "pattern", "grammar": "grammar"}
+_NAMES = {"json": "schema", "regex": "pattern", "grammar": "grammar", "tags": "tools' schemas"}
 
 
 def _tokenizer_info(xgrammar: Any, tokenizer: Any, vocab_size: int) -> Any:

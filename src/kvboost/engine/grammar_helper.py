@@ -33,9 +33,14 @@ MAX_WHITESPACE = 20
 
 
 def compile_with(compiler: Any, kind: str, text: str) -> Any:
-    """A compiled grammar of (`json`, schema), (`regex`, pattern) or (`grammar`, EBNF). Raises what xgrammar raises."""
+    """A compiled grammar of (`json`, schema), (`regex`, pattern), (`grammar`, EBNF) or (`tags`, structural tag).
+
+    Raises what xgrammar raises.
+    """
     if kind == "json":
         return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+    if kind == "tags":
+        return compiler.compile_structural_tag(text)
     return compiler.compile_regex(text) if kind == "regex" else compiler.compile_grammar(text)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvboost.engine.structured_outputs import StructuredOutputsParams
+from kvboost.engine.structured_outputs import Form, StructuredOutputsParams, ToolCallForm
 from kvboost.errors import InvalidRequest
 
 MAX_LOGPROBS = 100
@@ -61,7 +61,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: Form | None = None
 
     def __post_init__(self) -> None:
         self._check()
@@ -116,7 +116,7 @@ class SamplingParams:
 
         if self.structured_outputs is not None:
             given: Any = self.structured_outputs
-            if not isinstance(given, StructuredOutputsParams):
+            if not isinstance(given, (StructuredOutputsParams, ToolCallForm)):
                 raise InvalidRequest(
                     "structured_outputs", f"got {type(given).__name__}; it must be a StructuredOutputsParams."
                 )

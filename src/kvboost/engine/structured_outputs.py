@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvboost.engine.grammar_helper import MAX_WHITESPACE
 from kvboost.engine.json_schema import enforceable
 from kvboost.errors import InvalidRequest
 
@@ -55,6 +56,38 @@ class StructuredOutputsParams:
         """What the compiler takes: (`json`, schema), (`regex`, pattern) or (`grammar`, EBNF). Equal keys are one grammar."""
         key: tuple[str, str] = self.__dict__["_key"]
         return key
+
+
+@dataclass(frozen=True)
+class ToolCallForm:
+    """Free text, in which each call of a tool, once its mark is written, is held to the tool's schema.
+
+    opener / closer: the marks around `{"name": ..., "arguments": ...}`. tools: names with JSON schemas as `enforceable`
+    answers them. only_one: the text ends after the first call.
+    """
+
+    opener: str
+    closer: str
+    tools: tuple[tuple[str, Any], ...]
+    only_one: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """As of `StructuredOutputsParams`: (`tags`, xgrammar's structural tag)."""
+        tags = [
+            {
+                "type": "tag",
+                "begin": f'{self.opener}\n{{"name": {jsonlib.dumps(name)}, "arguments": ',
+                "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE},
+                "end": f"}}\n{self.closer}",
+            }
+            for name, schema in self.tools
+        ]
+        form = {"type": "triggered_tags", "triggers": [self.opener], "tags": tags, "stop_after_first": self.only_one}
+        return "tags", jsonlib.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
+
+
+Form = StructuredOutputsParams | ToolCallForm
 
 
 def _schema(value: Any) -> str:

@@ -69,6 +69,7 @@ async def embeddings(
     except TimeoutError as error:
         raise ApiError(504, f"The request took longer than {state.config.request_timeout:g} s (--request-timeout).",
                        code="request_timeout") from error  # fmt: skip
+    state.metrics.embedded(len(vectors), total)
     data = [
         {"object": "embedding", "index": i, "embedding": _encoded(vector, body.dimensions, body.encoding_format)}
         for i, vector in enumerate(vectors)

@@ -60,6 +60,10 @@ class Metrics:
         self._responses = Counter(
             "kvboost:http_responses", "HTTP responses by status.", ["status"], registry=self.registry
         )
+        self._embedded = self._counter("embedded_prompts", "Texts that vectors were made of.")
+        self._embedded_tokens = self._counter(
+            "embedded_tokens", "Tokens of those texts; none of them uses the KV cache."
+        )
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_SECONDS)
         self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
@@ -78,6 +82,11 @@ class Metrics:
 
     def response(self, status: int) -> None:
         self._responses.labels(str(status)).inc()
+
+    def embedded(self, prompts: int, tokens: int) -> None:
+        """Vectors were made of so many texts."""
+        self._embedded.inc(prompts)
+        self._embedded_tokens.inc(tokens)
 
     def tokens(self, generation: Generation, c: Continuation, output: RequestOutput, before_s: float | None) -> None:
         """`output` of a continuation came; the one before it was made at `before_s`."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvboost.engine.structured_outputs import FIELD, StructuredOutputsParams
+from kvboost.engine.structured_outputs import FIELD, Form, StructuredOutputsParams
 from kvboost.errors import InvalidRequest
 from kvboost.server.errors import ApiError, unsupported
 
@@ -69,14 +69,14 @@ def asked_forms(body: ChatRequest | CompletionRequest) -> dict[str, StructuredOu
 
 async def require_form(
     state: ServerState, wanted: Mapping[str, StructuredOutputsParams | None], plan: ToolPlan | None = None
-) -> StructuredOutputsParams | None:
+) -> Form | None:
     """The one grammar of a request, from the fields that may ask for one, compiled off the event loop.
 
     Making the requests then finds it done. Raises `ApiError` 400 naming the field.
     """
-    given = [(name, value) for name, value in wanted.items() if value is not None]
+    given: list[tuple[str, Form]] = [(name, value) for name, value in wanted.items() if value is not None]
     if plan is not None and plan.structured_outputs is not None:
-        given.insert(0, ("tool_choice", plan.structured_outputs))
+        given.insert(0, ("tools", plan.structured_outputs))
     if len(given) > 1:
         raise _invalid(given[1][0], f"cannot go with {given[0][0]}: an answer has one form.")
     if not given:

@@ -40,13 +40,19 @@ export async function request(path, { body, signal } = {}) {
     if (response.ok) return response;
     if (response.status !== 401 || askForKey === null) throw await refusal(response);
     if (key === sent) {
-      asking ??= askForKey(sent !== null).finally(() => (asking = null)); // one question, however many requests wait
+      asking ??= askForSendableKey(sent !== null).finally(() => (asking = null)); // one question, however many requests wait
       const given = await asking;
       if (given === null) throw await refusal(response);
       key = given;
       waiting.splice(0).forEach((resolve) => resolve());
     }
   }
+}
+
+async function askForSendableKey(wasWrong) {
+  let given = await askForKey(wasWrong);
+  while (given !== null && !/^[\x21-\x7e]+$/.test(given)) given = await askForKey(true); // no header can hold it
+  return given;
 }
 
 export async function json(path, options) {

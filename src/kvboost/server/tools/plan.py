@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvboost.engine.json_schema import enforceable
-from kvboost.engine.structured_outputs import StructuredOutputsParams
+from kvboost.engine.structured_outputs import Form as OutputForm
+from kvboost.engine.structured_outputs import StructuredOutputsParams, ToolCallForm
 from kvboost.errors import InvalidRequest
 from kvboost.server.errors import ApiError, unsupported
 from kvboost.server.tools.formats import BARE_LIST, FORMATS, Format, find_format, template_of
@@ -39,12 +40,13 @@ To call one, write its name and its arguments as JSON between these marks, once 
 class ToolPlan:
     """How one request deals with tools.
 
-    tools: what the chat template is given; None: nothing. structured_outputs: the grammar that `tool_choice` demands.
+    tools: what the chat template is given; None: nothing. structured_outputs: the grammar that
+    `tool_choice` or a strict function demands.
     named: `tool_choice` names one function, whose calls end with finish_reason "stop", as OpenAI's do.
     """
 
     tools: list[dict[str, Any]] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: OutputForm | None = None
     named: bool = False
     _make: Callable[[], Reader] | None = field(default=None, repr=False)
 
@@ -84,9 +86,10 @@ def plan_tools(
         known = frozenset(t["function"]["name"] for t in checked)
         marks = marker_ids(tokenizer, form)
         make: Callable[[], Reader] = lambda: FormatReader(form, known, marks)  # noqa: E731
+        strict = _strict_form(tools, checked, form, marks, parallel_tool_calls is False)
         if parallel_tool_calls is False:
-            return ToolPlan(checked, None, False, lambda: _OnlyOne(make()))
-        return ToolPlan(checked, None, False, make)
+            return ToolPlan(checked, strict, False, lambda: _OnlyOne(make()))
+        return ToolPlan(checked, strict, False, make)
     short = "[TOOL_CALLS]" in template_of(tokenizer) or parser == "mistral"
     if choice == "required":
         form = BARE_LIST if not short else Format("list", "", bare=True, short_ids=True)
@@ -97,6 +100,28 @@ def plan_tools(
     (place,) = [i for i, t in enumerate(checked) if t["function"]["name"] == name]
     form_of_one = _enforced(_parameters(checked[place]), {place: checked[place]})
     return ToolPlan(checked, form_of_one, True, lambda: ForcedReader(name, short))
+
+
+def _strict_form(
+    tools: Sequence[Mapping[str, Any]],
+    checked: Sequence[Mapping[str, Any]],
+    form: Format,
+    marks: Mapping[int, str],
+    only_one: bool,
+) -> ToolCallForm | None:
+    """The grammar that functions with `strict: true` ask for; those without may take any JSON object."""
+    strict = [i for i, tool in enumerate(tools) if tool["function"].get("strict")]
+    if not strict:
+        return None
+    if not form.closer or form.closer in marks.values() or form.opener in marks.values():
+        raise _invalid(
+            f"tools[{strict[0]}].function.strict",
+            f"cannot be promised with tool_choice 'auto' for the way this model writes calls ({form.name}). Leave it out, "
+            "or set tool_choice to 'required' or a function: then every schema holds.",
+        )
+    schemas = [_checked_schema(tool, i) if i in strict else {"type": "object"} for i, tool in enumerate(checked)]
+    names = [tool["function"]["name"] for tool in checked]
+    return ToolCallForm(form.opener, form.closer, tuple(zip(names, schemas, strict=True)), only_one)
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -188,8 +213,16 @@ def _enforced(schema: Any, tools: Mapping[int, Mapping[str, Any]]) -> Structured
     """The grammar of a schema; what cannot be enforced is named by its place in the request."""
     try:
         for i, tool in tools.items():  # alone first: its paths are those the client knows
-            enforceable(_parameters(tool), f"tools[{i}].function.parameters")
+            _checked_schema(tool, i)
         return StructuredOutputsParams(json=schema)
+    except InvalidRequest as error:
+        raise ApiError(400, str(error), param=error.field, code="invalid_value") from error
+
+
+def _checked_schema(tool: Mapping[str, Any], place: int) -> Any:
+    """A tool's schema in the words of the grammar compiler. Raises `ApiError` 400 naming the path at fault."""
+    try:
+        return enforceable(_parameters(tool), f"tools[{place}].function.parameters")
     except InvalidRequest as error:
         raise ApiError(400, str(error), param=error.field, code="invalid_value") from error
 

@@ -79,7 +79,8 @@ def marker_ids(tokenizer: Any, form: Format) -> dict[int, str]:
     found = {}
     for mark in filter(None, (form.opener, form.closer, *(("[CALL_ID]", "[ARGS]") if form.named else ()))):
         token = tokenizer.convert_tokens_to_ids(mark)
-        if isinstance(token, int) and token in special:
+        # A mark that is no token is answered with the id of `unk`.
+        if isinstance(token, int) and token in special and tokenizer.convert_ids_to_tokens(token) == mark:
             found[token] = mark
     return found
 
