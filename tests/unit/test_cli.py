@@ -145,6 +145,21 @@ def test_help_answers_at_once_without_torch() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < HELP_SECONDS
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")],
+)
+def test_compute_threads_do_not_spin_for_long(given: dict[str, str], expected: str) -> None:
+    """Set before torch loads its OpenMP; what the user has set stands."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import kvboost, os, sys; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**clean, **given, "PYTHONPATH": str(SRC)},
+    )  # fmt: skip
+    assert done.stdout.strip() == expected
+
+
 def test_version() -> None:
     result = invoke("--version")
     assert result.exit_code == 0 and result.stdout.strip() == f"kvboost {kvboost.__version__}"
