@@ -16,6 +16,7 @@ from kvboost.kernels.native import build, threads
 from kvboost.kernels.native.build import NativeUnavailable
 from kvboost.kernels.native.library import unavailable
 from kvboost.models.fused.cpu import CpuOps
+from kvboost.models.fused.ops import Piece, Product
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -37,7 +38,7 @@ def test_linear(dtype: torch.dtype, shape: tuple[int, int], rows: int) -> None:
     wide = torch.randn(rows, shape[1] + 3, dtype=dtype)
     x = wide[:, : shape[1]]  # rows that do not follow one another
     for b in (None, bias):
-        out = CpuOps().linear(x, weight, b)
+        out = CpuOps().linear(x, Product(Piece(weight, b)))
         assert out.dtype == dtype
         close(out, linear(x.float(), weight.float(), None if b is None else b.float()), dtype)
 

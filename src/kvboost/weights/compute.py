@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kvboost.kernels.native import linear as native
+from kvboost.kernels.triton.support import serves_packed
 from kvboost.weights.packing import Packing, in_pieces
 
 UNPACKED_BYTES = 32 << 20
@@ -13,16 +16,47 @@ UNPACKED_BYTES = 32 << 20
 
 def packed_linear(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> Tensor:
     """`x[rows, k] @ W.T + bias`, in x's dtype; weight is uint8 `[n, packing.row_bytes]`."""
+    if native.can_multiply(x, weight):
+        piece = native.Piece(weight, bias if bias is None else bias.to(x.dtype), packing)
+        if 0 < x.shape[0] <= native.rows_max(x.dtype, [piece]):
+            return native.linear(x if x.stride(1) == 1 else x.contiguous(), native.weights_of([piece], x.dtype))
+    if serves_packed(x.dtype, weight.device) and not (x.requires_grad and torch.is_grad_enabled()):
+        from kvboost.kernels.triton.packed import packed_product
+
+        return packed_product(x, weight, packing, bias if bias is None else bias.to(x.dtype))
     return torch_linear(x, weight, packing, bias)
 
 
 def torch_linear(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> Tensor:
     """The same on any device, by unpacking a piece of the weight at a time into x's dtype."""
-    out = x.new_empty(x.shape[0], weight.shape[0])
+    parts = []
 
     def piece(start: int, end: int) -> None:
-        dense = packing.dense(weight[start:end], x.dtype)
-        out[:, start:end] = linear(x, dense, None if bias is None else bias[start:end])
+        dense = unpacked(weight[start:end], packing, x.dtype)
+        parts.append(linear(x, dense, None if bias is None else bias[start:end]))
 
     in_pieces(weight.shape[0], packing.k * x.element_size(), UNPACKED_BYTES, piece)
-    return out
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def unpacked(weight: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """`[n, k]`: a packed weight `[n, packing.row_bytes]` as `dtype`."""
+    if native.can_unpack(weight, dtype):
+        return native.unpack(weight, packing, dtype)
+    if serves_packed(dtype, weight.device):
+        from kvboost.kernels.triton.packed import unpack
+
+        return unpack(weight, packing, torch.empty(weight.shape[0], packing.k, dtype=dtype, device=weight.device))
+    return packing.dense(weight, dtype)
+
+
+def looked_up(index: Tensor, weight: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """`[rows, k]`: the rows of a packed weight named by `index[rows]`. Raises IndexError where one is out of range; on a
+    GPU, which nothing waits for, such a row is NaN."""
+    if native.can_unpack(weight, dtype):
+        return native.unpack(weight, packing, dtype, index.long())
+    if serves_packed(dtype, weight.device):
+        from kvboost.kernels.triton.packed import look_up
+
+        return look_up(index, weight, packing, dtype)
+    return packing.dense(weight[index], dtype)

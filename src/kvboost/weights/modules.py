@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvboost.weights.compute import packed_linear
+from kvboost.weights.compute import looked_up, packed_linear
 from kvboost.weights.packing import Packing
 
 
@@ -54,6 +54,8 @@ class PackedEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.packing, self.dtype, self.scale = packing, dtype, scale
+        # Rounded here, on the host: a tensor made in `forward` would be a copy that no CUDA graph can capture.
+        self._factor = 1.0 if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
         self.weight = _parameter(weight)
 
     @property
@@ -66,9 +68,9 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[...]` token ids to `[..., embedding_dim]`."""
-        rows = self.packing.dense(self.weight[input.reshape(-1)], self.dtype)
+        rows = looked_up(input.reshape(-1), self.weight, self.packing, self.dtype)
         if self.scale is not None:
-            rows = rows * torch.tensor(self.scale, dtype=self.dtype, device=rows.device)
+            rows = rows * self._factor
         return rows.view(*input.shape, -1)
 
 

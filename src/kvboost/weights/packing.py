@@ -161,7 +161,8 @@ class Packing:
 
     @staticmethod
     def _put(out: Tensor, at: int, values: Tensor) -> None:
-        raw = values.reshape(out.shape[0], -1).contiguous().view(torch.uint8)
+        # A clone: a column of width 1 counts as contiguous whatever its stride, and cannot be viewed as bytes then.
+        raw = values.reshape(out.shape[0], -1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
         out[:, at : at + raw.shape[1]] = raw
 
     def codes(self, rows: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class NativeUnavailable(Exception):
 
 
 def library() -> Path:
-    """Path of the compiled library, made now if it is not there yet (about 5 s). Raises `NativeUnavailable`."""
+    """Path of the compiled library, made now if it is not there yet (about 12 s). Raises `NativeUnavailable`."""
     if platform.system() != "Linux":
         raise NativeUnavailable(f"the C++ kernels are built on Linux only, not on {platform.system()}")
     compiler, version = _compiler()

@@ -104,19 +104,35 @@ KVB_EXPORT void kvb_attention(int is_bf16, const void* query, int64_t query_stri
 
 KVB_EXPORT int kvb_has_amx() { return has_amx(); }
 
-// x: [rows, k], rows x_stride apart; w: [n, k]; bias: [n] or null; y: [rows, n], contiguous.
-KVB_EXPORT void kvb_linear(int is_bf16, const void* x, int64_t x_stride, const void* w, const void* bias, void* y,
-                           int64_t rows, int64_t n, int64_t k, int threads) {
+// x: [rows, weights->k], rows x_stride apart; y: [rows, weights->n], contiguous.
+KVB_EXPORT void kvb_linear(int is_bf16, const void* x, int64_t x_stride, const Weights* weights, void* y, int64_t rows,
+                           int threads) {
     static thread_local std::vector<bf16> memory;
-    if (is_bf16) memory.resize(padded(rows) * k + 32);
+    const int64_t k = weights->k;
+    if (is_bf16 && int64_t(memory.size()) < padded(rows) * k + 32) memory.resize(padded(rows) * k + 32);
     typed(is_bf16, [=](auto zero) {
         using T = decltype(zero);
-        const LinearCall<T> call{static_cast<const T*>(x), x_stride, static_cast<const T*>(w),
-                                 static_cast<const T*>(bias), static_cast<T*>(y), n, rows, n, k,
+        const LinearCall<T> call{static_cast<const T*>(x), x_stride, weights, static_cast<T*>(y), rows, k,
                                  aligned(memory.data())};
 #pragma omp parallel num_threads(threads)
         linear(call);
     });
+}
+
+// out: [rows, k], the weights of rows index[0], index[1], ... of a packed matrix of `n` rows; without `index` of its first
+// rows. Returns the place of the first index that is not in [0, n), or -1.
+KVB_EXPORT int64_t kvb_unpack(int is_bf16, const void* weight, const Packing* packing, int64_t n, int64_t k,
+                              const int64_t* index, void* out, int64_t rows, int threads) {
+    for (int64_t i = 0; index && i < rows; ++i)
+        if (index[i] < 0 || index[i] >= n) return i;
+    typed(is_bf16, [=](auto zero) {
+        using T = decltype(zero);
+        each_row(rows, rows * k, threads, [=](int64_t i) {
+            const uint8_t* from = static_cast<const uint8_t*>(weight) + (index ? index[i] : i) * packing->row_bytes;
+            unpack_rows(*packing, from, 1, k, scratch(2 * affine_room(*packing, k)), row<T>(out, k, i));
+        });
+    });
+    return -1;
 }
 
 // One decoder layer; see layer.h.

@@ -11,10 +11,6 @@
 
 namespace kvb {
 
-struct Weight {
-    const void *weight, *bias;  // [n, k]; [n] or null
-};
-
 struct NormWeight {
     const void* weight;  // null: no norm
     float eps, offset;
@@ -27,7 +23,7 @@ struct Layer {
     float scaling, softcap;
     const float* sinks;
     NormWeight before, between, q_norm, k_norm;
-    Weight qkv, out, gate_up, down;
+    Weights qkv, out, gate_up, down;
 };
 
 // What one step brings. Mirrored in library.py.
@@ -46,7 +42,7 @@ template <typename T> class LayerRun {
     T* out;
     int64_t rows, qkv_width, att_width;
     T *normed, *qkv, *attended, *delta, *total, *gate_up, *gated;
-    bf16* packed;
+    bf16* tiles;
 
     T* take(T*& at, int64_t count) {
         T* start = at;
@@ -72,13 +68,13 @@ template <typename T> class LayerRun {
         total = take(at, rows * layer.hidden);
         gate_up = take(at, rows * 2 * layer.inner);
         gated = take(at, rows * layer.inner);
-        packed = reinterpret_cast<bf16*>(at);
+        tiles = reinterpret_cast<bf16*>(at);
     }
 
     // Called by every thread of a parallel region.
     void run(Plan& plan) {
         norms(x, layer.before);
-        product(normed, layer.hidden, layer.qkv, qkv, qkv_width);
+        product(normed, layer.qkv, qkv);
         store_kv();
         Call<T> call{plan.shape,
                      {layer.scaling, layer.softcap, layer.window, layer.sinks},
@@ -87,19 +83,19 @@ template <typename T> class LayerRun {
                      attended, att_width,
                      plan.sequences.data()};
         attention(call, plan);
-        product(attended, att_width, layer.out, delta, layer.hidden);
+        product(attended, layer.out, delta);
 #pragma omp for
         for (int64_t i = 0; i < rows; ++i)
             add_norm_row(at(x, i, layer.hidden), at(delta, i, layer.hidden), static_cast<const T*>(layer.between.weight),
                          total + i * layer.hidden, normed + i * layer.hidden, layer.hidden, layer.between.eps,
                          layer.between.offset);
-        product(normed, layer.hidden, layer.gate_up, gate_up, 2 * layer.inner);
+        product(normed, layer.gate_up, gate_up);
 #pragma omp for
         for (int64_t i = 0; i < rows; ++i) {
             const T* gate = at(gate_up, i, 2 * layer.inner);
             gate_row(gate, gate + layer.inner, gated + i * layer.inner, layer.inner, layer.activation);
         }
-        product(gated, layer.inner, layer.down, delta, layer.hidden);
+        product(gated, layer.down, delta);
 #pragma omp for
         for (int64_t i = 0; i < rows; ++i)
             add_row(at(total, i, layer.hidden), at(delta, i, layer.hidden), out + i * layer.hidden, layer.hidden);
@@ -115,9 +111,8 @@ template <typename T> class LayerRun {
                      layer.hidden, norm.eps, norm.offset);
     }
 
-    void product(const T* from, int64_t k, const Weight& w, T* to, int64_t n) {
-        linear(LinearCall<T>{from, k, static_cast<const T*>(w.weight), static_cast<const T*>(w.bias), to, n, rows, n, k,
-                             packed});
+    void product(const T* from, const Weights& w, T* to) {
+        linear(LinearCall<T>{from, w.k, &w, to, rows, w.k, tiles});
     }
 
     void head_norms(T* part, int width, const NormWeight& norm) {

@@ -23,15 +23,31 @@ _SIGNATURES: dict[str, list[Any]] = {
     "kvb_gate": [_int, _pointer, _pointer, _long, _int, _int, _int],
     "kvb_attention": [_int, _pointer, _long, _pointer, _pointer, _long, _pointer, _long, *[_int] * 5, _pointer, _int,
                       _pointer, _float, _float, _int, _pointer, _int],
-    "kvb_linear": [_int, _pointer, _long, _pointer, _pointer, _pointer, _long, _long, _long, _int],
+    "kvb_linear": [_int, _pointer, _long, _pointer, _pointer, _long, _int],
+    "kvb_unpack": [_int, _pointer, _pointer, _long, _long, _pointer, _pointer, _long, _int],
     "kvb_layer": [_int, _pointer, _pointer, _pointer, _pointer, _int],
 }  # fmt: skip
 
 
-class Weight(ctypes.Structure):
-    """`Weight` of layer.h."""
+class PackedRows(ctypes.Structure):
+    """`Packing` of packed.h; zeros stand for a dense weight."""
 
-    _fields_ = (("weight", _pointer), ("bias", _pointer))
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("scheme", "bits", "group", "scale_bytes")),
+        *((name, _long) for name in ("high_at", "scales_at", "beside_at", "row_bytes")),
+    )
+
+
+class Weight(ctypes.Structure):
+    """`Weight` of linear_call.h."""
+
+    _fields_ = (("weight", _pointer), ("bias", _pointer), ("n", _long), ("packing", PackedRows))
+
+
+class Weights(ctypes.Structure):
+    """`Weights` of linear_call.h."""
+
+    _fields_ = (("pieces", Weight * 3), ("count", _long), ("n", _long), ("k", _long))
 
 
 class NormWeight(ctypes.Structure):
@@ -47,7 +63,7 @@ class Layer(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("hidden", "inner", "q_heads", "kv_heads", "dim", "v_dim", "activation", "window")),
         ("scaling", _float), ("softcap", _float), ("sinks", _pointer),
         *((name, NormWeight) for name in ("before", "between", "q_norm", "k_norm")),
-        *((name, Weight) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, Weights) for name in ("qkv", "out", "gate_up", "down")),
     )  # fmt: skip
 
 
@@ -87,6 +103,7 @@ def _open() -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(opened, name)
         function.argtypes, function.restype = arguments, None
+    opened.kvb_has_amx.restype, opened.kvb_unpack.restype = _int, _long
     return opened
 
 

@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvboost.kernels.native.library import ACTIVATIONS, Layer, NormWeight, Weight, load
+from kvboost.kernels.native import linear as native
+from kvboost.kernels.native.library import ACTIVATIONS, Layer, NormWeight, load
 from kvboost.models.fused import parts
-
-DOT_ROWS_MAX = 16
-"""Rows up to which dot products along k beat a blocked product in fp32 (33 against 37 ms for SmolLM2 at 16 rows)."""
-
-AMX_ROWS_MAX = 512
-"""Rows up to which AMX over the weight as it lies beats oneDNN, which packs it first (bf16: 37 against 47 ms at 256
-rows, 153 against 128 ms at 1,050)."""
+from kvboost.models.fused.ops import Piece, Product
+from kvboost.weights.compute import packed_linear
 
 
 class CpuOps:
@@ -24,25 +20,15 @@ class CpuOps:
 
     def __init__(self) -> None:
         self._lib = load()
-        self._amx = bool(self._lib.kvb_has_amx())
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x[rows, k] @ weight[n, k].T + bias[n]`, `[rows, n]`. weight contiguous."""
-        rows, (n, k) = x.shape[0], weight.shape
-        if not 0 < rows <= self.rows_max(x.dtype, n, k) or x.stride(1) != 1:
-            return torch.nn.functional.linear(x, weight, bias)
-        out = x.new_empty(rows, n)
-        self._lib.kvb_linear(
-            x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), weight.data_ptr(),
-            None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n, k, _threads(),
-        )  # fmt: skip
-        return out
-
-    def rows_max(self, dtype: torch.dtype, n: int, k: int) -> int:
-        """Rows up to which our product of a weight `[n, k]` is the fastest."""
-        if dtype == torch.float32:
-            return DOT_ROWS_MAX
-        return AMX_ROWS_MAX if self._amx and n % 32 == 0 and k % 32 == 0 else 1
+    def linear(self, x: Tensor, product: Product) -> Tensor:
+        """`x[rows, k]` times the weights, `[rows, n]`."""
+        if 0 < x.shape[0] <= native.rows_max(x.dtype, product.pieces) and x.stride(1) == 1:
+            if product.native is None:
+                product.native = native.weights_of(product.pieces, x.dtype)
+            return native.linear(x, product.native)
+        outs = [_many_rows(x, piece) for piece in product.pieces]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor | None = None) -> Tensor:
         """Normalise each of `x[rows, groups, n]` over n and scale by `weight[n] + offset`. Groups lie n apart.
@@ -81,25 +67,27 @@ class CpuOps:
 
     def compile_layer(self, layer: parts.Layer) -> CpuLayer:
         """The layer as one call."""
-        return CpuLayer(self, layer)
+        return CpuLayer(layer)
 
 
 class CpuLayer:
     """A decoder layer as one call into C++, for steps of few rows; None is answered to larger ones."""
 
-    def __init__(self, ops: CpuOps, layer: parts.Layer) -> None:
+    def __init__(self, layer: parts.Layer) -> None:
         self._lib = load()
         self._layer_idx = layer.attention.layer_idx
         attention, mlp = layer.attention, layer.mlp
         options = attention.options
-        products = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-        self._is_bf16 = attention.qkv.weight.dtype == torch.bfloat16
-        self._rows_max = min(ops.rows_max(p.weight.dtype, *p.weight.shape) for p in products)
+        dtype = layer.before.weight.dtype
+        linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        weights = [native.weights_of(linear.product.pieces, dtype) for linear in linears]
+        self._is_bf16 = dtype == torch.bfloat16
+        self._rows_max = min(native.rows_max(dtype, linear.product.pieces) for linear in linears)
         sinks = options["s_aux"]
         self._kept = (layer, None if sinks is None else sinks.float().contiguous())
         self._struct = Layer(
-            hidden=attention.qkv.weight.shape[1],
-            inner=mlp.down.weight.shape[1],
+            hidden=attention.qkv.product.k,
+            inner=mlp.down.product.k,
             q_heads=attention.q_heads,
             kv_heads=options["k_heads"],
             dim=attention.q_width // attention.q_heads,
@@ -115,7 +103,7 @@ class CpuLayer:
             between=_norm(layer.between),
             q_norm=_norm(attention.norms[0]),
             k_norm=_norm(attention.norms[1]),
-            **dict(zip(("qkv", "out", "gate_up", "down"), map(_weight, products), strict=True)),
+            **dict(zip(("qkv", "out", "gate_up", "down"), weights, strict=True)),
         )
         self._address = ctypes.addressof(self._struct)
 
@@ -137,8 +125,10 @@ def _norm(norm: parts.Norm | None) -> NormWeight:
     return NormWeight(norm.weight.data_ptr(), norm.eps, norm.offset, norm.weight.numel())
 
 
-def _weight(linear: parts.Linear) -> Weight:
-    return Weight(linear.weight.data_ptr(), _address(linear.bias))
+def _many_rows(x: Tensor, piece: Piece) -> Tensor:
+    if piece.packing is not None:
+        return packed_linear(x, piece.weight, piece.packing, piece.bias)
+    return torch.nn.functional.linear(x, piece.weight, piece.bias)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
 from kvboost.kernels.triton.skinny import MAX_ROWS, MEASURED, skinny_linear
+from kvboost.models.fused.ops import Piece, Product
+from kvboost.weights.compute import packed_linear
 
 
 class GpuOps:
     """See `Ops`. Everything can be captured in a CUDA graph."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """cuBLAS, but our own product where it was measured faster for this shape."""
-        if x.shape[0] <= MAX_ROWS and (weight.shape[0], weight.shape[1]) in MEASURED:
-            return skinny_linear(x, weight, bias)
-        return linear(x, weight, bias)
+    def linear(self, x: Tensor, product: Product) -> Tensor:
+        parts = [_piece(x, piece) for piece in product.pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor | None = None) -> Tensor:
         return rms_norm(x, weight, eps, weight_offset=offset, round_first=offset == 0.0, out=out)
@@ -35,3 +36,13 @@ class GpuOps:
     def compile_layer(self, layer: Any) -> None:
         """None: a CUDA graph makes one launch of the whole step."""
         return None
+
+
+def _piece(x: Tensor, piece: Piece) -> Tensor:
+    """cuBLAS for dense weights, but our own product where it was measured faster for this shape."""
+    weight, bias, packing = piece
+    if packing is not None:
+        return packed_linear(x, weight, packing, bias)
+    if x.shape[0] <= MAX_ROWS and (weight.shape[0], weight.shape[1]) in MEASURED:
+        return skinny_linear(x, weight, bias)
+    return linear(x, weight, bias)

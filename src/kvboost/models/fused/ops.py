@@ -7,12 +7,34 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from kvboost.kernels.native.linear import Piece
+
+
+class Product:
+    """The weights of linears that share their input.
+
+    pieces: rows of one kind each; their outputs lie side by side. native: `pieces` as the C++ kernels take them, made
+    at first use.
+    """
+
+    def __init__(self, *pieces: Piece) -> None:
+        self.pieces = pieces
+        self.native: Any = None
+
+    @property
+    def n(self) -> int:
+        return sum(piece.n for piece in self.pieces)
+
+    @property
+    def k(self) -> int:
+        return self.pieces[0].k
+
 
 class Ops(Protocol):
     """All tensors of one call have one dtype. Results round where Transformers' own modules round."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x[rows, k] @ weight[n, k].T + bias[n]`."""
+    def linear(self, x: Tensor, product: Product) -> Tensor:
+        """`x[rows, k]` times the weights, `[rows, n]`."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor | None = None) -> Tensor:

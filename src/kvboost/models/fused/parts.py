@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kvboost.models.fused.ops import Ops
+from kvboost.models.fused.ops import Ops, Piece, Product
+from kvboost.weights.modules import PackedLinear
+from kvboost.weights.packing import Packing
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 
@@ -50,28 +52,41 @@ class Held:
 
 
 class Linear:
-    """One `nn.Linear`, or several that share their input: their rows lie one after the other in memory."""
+    """One linear module, dense or packed, or several that share their input: rows of one packing lie one after the other
+    in memory and are one piece of the product."""
 
-    def __init__(self, linears: Sequence[nn.Linear], held: Held) -> None:
-        weights = [held.add(linear, "weight") for linear in linears]
-        biases = [held.add(linear, "bias") for linear in linears if linear.bias is not None]
-        self.weight, self.bias = weights[0], biases[0] if biases else None
-        if len(linears) > 1:
-            self.weight = _joined([linear.weight for linear in linears])
-            self.bias = _joined([linear.bias for linear in linears]) if biases else None
-            held.refresh()
+    def __init__(self, linears: Sequence[nn.Linear | PackedLinear], held: Held) -> None:
+        alike = itertools.groupby(linears, lambda x: (_packing(x), x.bias is None))
+        self.product = Product(*(_piece(list(group), packing, held) for (packing, _), group in alike))
 
     @staticmethod
     def fits(linears: Sequence[Any]) -> bool:
-        """Plain linears of one input size, all with a bias or none."""
+        """Linears of one input size whose weights lie as their class made them."""
         return (
-            all(type(x) is nn.Linear and x.weight.is_contiguous() and not hooked(x) for x in linears)
+            all(type(x) in (nn.Linear, PackedLinear) and x.weight.is_contiguous() and not hooked(x) for x in linears)
             and len({x.in_features for x in linears}) == 1
-            and len({x.bias is None for x in linears}) == 1
         )
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.product)
+
+
+def _packing(linear: nn.Linear | PackedLinear) -> Packing | None:
+    return linear.packing if isinstance(linear, PackedLinear) else None
+
+
+def _piece(linears: list[nn.Linear | PackedLinear], packing: Packing | None, held: Held) -> Piece:
+    weight = held.add(linears[0], "weight")
+    bias = None if linears[0].bias is None else held.add(linears[0], "bias")
+    for linear in linears[1:]:
+        held.add(linear, "weight")
+        if linear.bias is not None:
+            held.add(linear, "bias")
+    if len(linears) > 1:
+        weight = _joined([linear.weight for linear in linears])
+        bias = None if bias is None else _joined([linear.bias for linear in linears])
+        held.refresh()
+    return Piece(weight, bias, packing)
 
 
 class Norm:
@@ -214,8 +229,10 @@ def _eps(module: nn.Module) -> float | None:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether someone listens to calls of the module, which a fused form would not make."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    """Whether someone listens to calls of the module, which a fused form would not make. The streamer's hooks, around
+    whole layers, are called all the same and change nothing."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return "forward" in vars(module) or any(not getattr(hook, "transparent", False) for hook in hooks)
 
 
 def _activation(function: Any) -> str | None:
