@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import sys
 
 import torch
 from torch import Tensor
@@ -26,3 +28,12 @@ def zeroed_buffer(size: int) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive
     begin = -whole.data_ptr() % HUGE_PAGE_BYTES
     return whole[begin : begin + size]
+
+
+def return_freed_memory() -> None:
+    """Ask the C library to hand freed memory back to the system; what loading let go stays in its heap otherwise
+    (60 MiB of 380 for Gemma 3 270M)."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        if trim is not None:
+            trim(0)

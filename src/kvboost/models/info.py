@@ -6,13 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from kvboost.attention.backends import choose
 from kvboost.cache.layout import LayerShape, SlabLayout
 from kvboost.models.capabilities import discover
-from kvboost.models.gguf import read_once
 from kvboost.models.limits import layer_types, length_limit, text_config
-from kvboost.models.loading import load_config, load_model, load_tokenizer, locate, resolve_device, resolve_dtype
+from kvboost.models.loading import (
+    Source,
+    load_config,
+    load_model,
+    load_tokenizer,
+    locate,
+    resolve_device,
+    resolve_dtype,
+)
+from kvboost.weights.gguf_model import unreadable
+from kvboost.weights.sizes import WeightSize, packed_modules, parameter_sizes, total
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -30,6 +40,7 @@ class ModelDescription:
     attention: str
     sliding_windows: tuple[int, ...] | None
     parameters: int | None
+    weights: str | None
     weights_gib: float | None
     dtype: str
     device: str
@@ -49,11 +60,6 @@ def describe_model(path: str, load: bool = True) -> ModelDescription:
 
     Raises `ModelLoadError`, and `UnsupportedModel` naming the reason for architectures that are refused.
     """
-    with read_once():
-        return _describe(path, load)
-
-
-def _describe(path: str, load: bool) -> ModelDescription:
     import transformers
 
     source = locate(path)
@@ -73,20 +79,23 @@ def _describe(path: str, load: bool) -> ModelDescription:
         capabilities = discover(model)
         layout = SlabLayout(capabilities.layers, DEFAULT_BLOCK_SIZE, str(dtype), model.dtype.itemsize)
         chosen = choose(capabilities.layers, capabilities.q_heads, model.dtype, device, compiled=True)
+        size = total(parameter_sizes(model))
         backend = str(chosen) if capabilities.path == "paged" else "the model's own"
         attention = f"{capabilities.q_heads} query heads, {_shapes(capabilities.layers)}"
         loaded = {
             "path": capabilities.path,
             "reason": capabilities.reason,
             "sliding_windows": capabilities.windows,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "weights_gib": sum(p.nbytes for p in model.parameters()) / 2**30,
+            "parameters": size.weights,
+            "weights": _held(model, source, size),
+            "weights_gib": size.nbytes / 2**30,
             "kv_bytes_per_token": layout.bytes_per_token,
             "kv_gib_at_max_length": layout.bytes_per_token * limit.tokens / 2**30,
         }
     unknown = dict.fromkeys(
-        ("path", "reason", "sliding_windows", "parameters", "weights_gib", "kv_bytes_per_token", "kv_gib_at_max_length")
-    )
+        ("path", "reason", "sliding_windows", "parameters", "weights", "weights_gib", "kv_bytes_per_token",
+         "kv_gib_at_max_length")
+    )  # fmt: skip
     kinds = layer_types(config) or ["full_attention"] * text.num_hidden_layers
     return ModelDescription(
         model=path,
@@ -105,6 +114,16 @@ def _describe(path: str, load: bool) -> ModelDescription:
         transformers=transformers.__version__,
         **{**unknown, **loaded},
     )
+
+
+def _held(model: PreTrainedModel, source: Source, size: WeightSize) -> str:
+    """How the weights are held, and why they are not packed when their file is."""
+    packed = packed_modules(model)
+    if packed:
+        kinds = sorted({f"{module.packing.bits}-bit" for module in packed})
+        return f"{len(packed)} modules packed ({', '.join(kinds)}), {size.bits_per_weight:.2f} bits per weight in all"
+    reason = source.gguf and unreadable(source.gguf)
+    return f"made dense: {reason}" if reason else "dense"
 
 
 def _heads(text: Any) -> str:

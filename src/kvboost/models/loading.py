@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from kvboost.errors import ConfigError, ModelLoadError
+from kvboost.models.gguf import lent
+from kvboost.models.gguf_config import amend
 from kvboost.models.limits import refuse_unsupported
+from kvboost.weights.checkpoint import load_packed_checkpoint
+from kvboost.weights.gguf_checks import check_sizes
+from kvboost.weights.gguf_model import load_gguf, unreadable
+from kvboost.weights.gguf_reader import GGUFFile, read_gguf
+from kvboost.weights.replace import Place
+from kvboost.weights.rounding import KINDS, round_model
+from kvboost.weights.safetensors_reader import read_header, read_index
 
 log = logging.getLogger("kvboost")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-SAFETENSORS_HEADER_LIMIT = 100_000_000
-"""Bytes; the format's own limit. A larger header length means the file is not safetensors."""
-
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: `directory_or_id`, and the file inside it when it is GGUF."""
+    """Where a model comes from: `directory_or_id`, and the file inside it, read and checked, when it is GGUF."""
 
     directory_or_id: str
-    gguf_file: str | None = None
+    gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for the `from_pretrained` of Transformers."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+        return {"gguf_file": self.gguf.path.name} if self.gguf else {}
 
 
 def locate(path_or_id: str | Path) -> Source:
@@ -48,10 +53,9 @@ def locate(path_or_id: str | Path) -> Source:
             raise ModelLoadError(
                 f"{text}: no such file. Give the path of a .gguf file, a model directory, or a Hub id."
             )
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ModelLoadError(f"{text}: not a GGUF file (wrong magic bytes). Download it again.")
-        return Source(str(path.parent), path.name)
+        file = read_gguf(path)
+        check_sizes(file)
+        return Source(str(path.parent), file)
     if path.is_dir():
         _check_directory(path)
         return Source(str(path))
@@ -65,10 +69,11 @@ def locate(path_or_id: str | Path) -> Source:
 def load_tokenizer(source: Source) -> Any:
     """The tokenizer, or None when the source has none (token ids still work). Raises `ModelLoadError` when damaged."""
     try:
-        return AutoTokenizer.from_pretrained(source.directory_or_id, **source.arguments)
+        with lent(source.gguf):
+            return AutoTokenizer.from_pretrained(source.directory_or_id, **source.arguments)
     except Exception as error:
         directory = Path(source.directory_or_id)
-        if directory.is_dir() and not source.gguf_file and not any(directory.glob("*token*")):
+        if directory.is_dir() and not source.gguf and not any(directory.glob("*token*")):
             return None
         raise ModelLoadError(f"{source.directory_or_id}: the tokenizer could not be loaded: {error}") from error
 
@@ -76,22 +81,91 @@ def load_tokenizer(source: Source) -> Any:
 def load_config(source: Source) -> Any:
     """The config, refused when the architecture is not supported. Raises `ModelLoadError`, `UnsupportedModel`."""
     try:
-        config = AutoConfig.from_pretrained(source.directory_or_id, **source.arguments)
+        with lent(source.gguf):
+            config = AutoConfig.from_pretrained(source.directory_or_id, **source.arguments)
+        if source.gguf is not None:
+            amend(config, source.gguf)
+    except ModelLoadError:
+        raise
     except Exception as error:
         raise ModelLoadError(f"{source.directory_or_id}: the model's config could not be read: {error}") from error
     refuse_unsupported(config)
     return config
 
 
-def load_model(source: Source, dtype: str | torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The weights on `device`, ready to run. Raises `ModelLoadError`, `UnsupportedModel`."""
+def load_model(
+    source: Source, dtype: str | torch.dtype, device: torch.device, weights: str = "auto"
+) -> PreTrainedModel:
+    """The model on `device`, ready to run. weights: see `EngineConfig`. Raises `ModelLoadError`, `UnsupportedModel`."""
     config = load_config(source)
+    chosen = resolve_dtype(dtype, device)
+    model = load_placed(source, config, chosen, device, weights)
+    if model is not None:
+        return model
+    model = _load_dense(source, config, chosen, device)
+    return round_model(model, weights) if weights in KINDS else model
+
+
+def load_plain(source: Source) -> PreTrainedModel:
+    """The model in RAM with plain weights, in the dtype of its checkpoint; fp32 where that is packed."""
+    config = load_config(source)
+    packed = source.gguf is not None or getattr(config, "quantization_config", None)
+    dtype = config.dtype if not packed and isinstance(config.dtype, torch.dtype) else torch.float32
+    return load_model(source, dtype, torch.device("cpu"), "dense")
+
+
+def load_placed(
+    source: Source,
+    config: Any,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    weights: str = "auto",
+    place: Place | None = None,
+) -> PreTrainedModel | None:
+    """The model when it can be filled parameter by parameter; None when Transformers has to load it, which it does faster
+    unless something is packed or `place` is given.
+
+    place: gives the memory of a parameter by its name, shape and dtype; where it gives a meta tensor nothing is read.
+    """
+    if source.gguf is not None and weights not in KINDS:
+        reason = unreadable(source.gguf)
+        if reason is None:
+            model = load_gguf(source.gguf, config, _computed_in(dtype), device, weights == "dense", place)
+            return _with_generation_config(source, model)
+        log.warning("%s: weights are made dense, because %s.", source.gguf.path.name, reason)
+    packed = weights in KINDS or getattr(config, "quantization_config", None)
+    if source.gguf is None and (packed or place is not None):
+        return load_packed_checkpoint(_directory(source), config, dtype, device, weights, place)
+    return None
+
+
+def source_files(source: Source) -> list[Path]:
+    """The files that hold the weights, downloaded first if need be."""
+    if source.gguf is not None:
+        return [source.gguf.path]
+    return sorted(_directory(source).glob("*.safetensors"))
+
+
+def _directory(source: Source) -> Path:
+    """Where the files of a directory or Hub id are, downloaded first if need be. Raises `ModelLoadError`."""
+    directory = Path(source.directory_or_id)
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source.directory_or_id, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:
+        raise ModelLoadError(f"{source.directory_or_id}: could not be downloaded: {error}") from error
+
+
+def _load_dense(source: Source, config: Any, dtype: str | torch.dtype, device: torch.device) -> PreTrainedModel:
     # With the config in hand Transformers does not read a GGUF file's metadata (49,152 tokens, seconds) once more.
-    arguments: dict[str, Any] = {"config": config, "dtype": resolve_dtype(dtype, device), **source.arguments}
+    arguments: dict[str, Any] = {"config": config, "dtype": dtype, **source.arguments}
     if device.type != "cpu" and importlib.util.find_spec("accelerate"):
         arguments["device_map"] = {"": device}  # straight to the device; without accelerate, by way of host memory
     try:
-        with _quiet_load():
+        with _quiet_load(), lent(source.gguf):
             model, info = AutoModelForCausalLM.from_pretrained(
                 source.directory_or_id, output_loading_info=True, **arguments
             )
@@ -106,6 +180,23 @@ def load_model(source: Source, dtype: str | torch.dtype, device: torch.device) -
             f"({names} ...): they would be random. Download the checkpoint again."
         )
     return model.eval().to(device)
+
+
+def _with_generation_config(source: Source, model: PreTrainedModel) -> PreTrainedModel:
+    """The sampling defaults that lie beside the weights, if any; else those of the config stay."""
+    if (Path(source.directory_or_id) / "generation_config.json").is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(source.directory_or_id)
+        except Exception as error:
+            raise ModelLoadError(f"{source.directory_or_id}: generation_config.json is damaged: {error}") from error
+    return model
+
+
+def _computed_in(dtype: str | torch.dtype) -> torch.dtype:
+    """What a packed model computes in: its checkpoint has no dtype of its own to be `auto`."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -152,34 +243,13 @@ def _check_directory(path: Path) -> None:
             return  # Transformers reads these with weights_only=True
         raise ModelLoadError(f"{path}: there are no weights (*.safetensors). Download the checkpoint completely.")
     for file in weights:
-        _check_safetensors(file)
+        read_header(file)  # a truncated download is found here, in microseconds, instead of deep inside loading
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelLoadError(f"{index}: damaged ({error}). Download it again.") from error
-        absent = sorted(str(name) for name in named if not (path / str(name)).is_file())
+        named = set(read_index(index).values())
+        absent = sorted(name for name in named if not (path / name).is_file())
         if absent:
             raise ModelLoadError(f"{path}: {len(absent)} weight files are missing, {absent[0]} for one.")
-
-
-def _check_safetensors(file: Path) -> None:
-    """A truncated download is found here, in microseconds, instead of deep inside loading."""
-    size = file.stat().st_size
-    with file.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        if size < 8 or length > min(size - 8, SAFETENSORS_HEADER_LIMIT):
-            raise ModelLoadError(f"{file}: truncated or not a safetensors file ({size} bytes). Download it again.")
-        try:
-            header = json.loads(handle.read(length))
-            end = max(
-                (int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ModelLoadError(f"{file}: its header is damaged ({error}). Download it again.") from error
-    if size != 8 + length + end:
-        raise ModelLoadError(f"{file}: {size} bytes, but its header describes {8 + length + end}. Download it again.")
 
 
 @contextmanager

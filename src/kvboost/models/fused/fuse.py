@@ -21,6 +21,7 @@ from kvboost.attention.step import current_step, running
 from kvboost.models.fused.ops import Ops
 from kvboost.models.fused.parts import Attention, Held, Layer, Linear, Mlp, Norm, hooked
 from kvboost.models.fused.reference import ReferenceStep
+from kvboost.weights.streamer import streamer_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Greatest ‖fused - own‖ / ‖own‖. A form that computes something else is off by far more."""
@@ -125,7 +126,16 @@ class _Builder:
         self.counts = {"layers": 0, "attention": 0, "mlp": 0, "norms": 0, "linears": 0}
 
     def run(self) -> None:
-        modules = [m for m in self._model.modules() if "forward" not in vars(m)]
+        streamer = streamer_of(self._model)
+        rest = [m for m in self._model.modules() if "forward" not in vars(m)]
+        for layer in [] if streamer is None else streamer.layers():
+            mine = set(layer.modules())
+            with streamer.present(layer):  # type: ignore[union-attr]
+                self._fuse([m for m in rest if m in mine])
+            rest = [m for m in rest if m not in mine]
+        self._fuse(rest)
+
+    def _fuse(self, modules: list[nn.Module]) -> None:
         for module in modules:
             self._norm(module)
         for module in modules:
