@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost.bench.machine import Limits
+from kvboost.weights.sizes import WeightSize, parameter_sizes, total
 
 
 @dataclass(frozen=True)
@@ -19,15 +20,14 @@ class ModelCost:
     @classmethod
     def of(cls, model: Any) -> ModelCost:
         """Counts tied input and output embeddings once, as the head; an embedding look-up costs nothing."""
+        sizes = parameter_sizes(model)
+        sizes.pop(model.get_input_embeddings().weight, None)
         head = model.get_output_embeddings()
-        head_weights = head.weight.numel() if head is not None else 0
-        tables = {id(model.get_input_embeddings().weight)}
+        tied = WeightSize(0, 0) if head is None else parameter_sizes(head)[head.weight]
         if head is not None:
-            tables.add(id(head.weight))
-        layers = [p for p in model.parameters() if id(p) not in tables]
-        layer_weights = sum(p.numel() for p in layers)
-        size = next(model.parameters()).element_size()
-        return cls((layer_weights + head_weights) * size, 2.0 * layer_weights, 2.0 * head_weights)
+            sizes.pop(head.weight, None)
+        layers = total(sizes)
+        return cls(layers.nbytes + tied.nbytes, 2.0 * layers.weights, 2.0 * tied.weights)
 
     def step_s(self, limits: Limits, tokens: int, logits: int = 1) -> float:
         """One pass over `tokens` tokens: the slower of reading the weights and multiplying with them."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Value = float | int | str | None
 
-PERCENT = ("hit_rate", "found_of_seen", "cached", "filled", "lowest")
+PERCENT = ("hit_rate", "found_of_seen", "cached", "filled", "lowest", "same_best_token")
 """Columns that hold shares."""
 
 
@@ -116,6 +116,8 @@ def show(name: str, value: Value) -> str:
         return value
     if name in PERCENT:
         return f"{value:.1%}"
+    if name == "perplexity":
+        return f"{value:.3f}"
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.1f}"

@@ -134,7 +134,7 @@ def _run(
             measured = measure(session)
         return Report(
             bench=bench,
-            command=_command(),
+            command=command_line(),
             model=setup.model,
             dtype="the endpoint's dtype" if model is None else str(model.dtype).removeprefix("torch."),
             versions=machine.versions(),
@@ -161,5 +161,6 @@ def _open(names: Sequence[str], source: ModelSource) -> Iterator[list[BenchEngin
             engine.close()
 
 
-def _command() -> str:
+def command_line() -> str:
+    """The command that was given, to be repeated."""
     return shlex.join(["kvboost", *sys.argv[1:]])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvboost.bench.runs import Setup
 
 bench_app = typer.Typer(
-    help="Measure engines side by side: ttft, turns, throughput, memory.",
+    help="Measure engines side by side: ttft, turns, throughput, memory; and models: perplexity.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -125,6 +125,29 @@ def memory(
         raise ConfigError("longest", f"got {longest}, below shortest={shortest}.")
     setup = _setup(model, "kvboost", None, 1, model_options)
     _show(runs.memory(setup, sequences, shortest, longest, max_tokens), json, plot)
+
+
+@bench_app.command()
+@with_model_options()
+def perplexity(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Models to compare; @int4 behind one (or @int8, @dense) says how its weights are held."),
+    ],
+    text: Annotated[
+        str, typer.Option(help="A UTF-8 text file, such as the test part of WikiText-2.", show_default=False)
+    ],
+    tokens: Annotated[int, typer.Option(min=2, help="How many of its tokens, at most.")] = 30_000,
+    window: Annotated[int, typer.Option(min=16, help="Tokens of a window; half of them are context.")] = 1024,
+    json: Json = None,
+    plot: Plot = None,
+    *,
+    model_options: dict[str, Any],
+) -> None:
+    """How well models predict a text, and how often they agree with the first: what quantising has cost."""
+    from kvboost.bench.perplexity import perplexity as measure
+
+    _show(measure(models, text, tokens, window, model_options), json, plot)
 
 
 def _setup(model: str, engines: str, data: str | None, repeat: int, model_options: dict[str, Any]) -> Setup:

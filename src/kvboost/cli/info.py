@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvboost.cli.options import ModelArgument, announce
+from kvboost.config import EngineConfig
 
 SPELLED = {"kv": "KV", "gib": "GiB"}
 
@@ -22,16 +23,29 @@ def info(
             help="Load the weights and try the model's attention. Without, only its config is read.",
         ),
     ] = True,
+    weights_budget_gib: Annotated[
+        float | None,
+        typer.Option(help="Plan streaming with this much RAM for weights, as --weights-budget-gib of serve."),
+    ] = None,
+    vram_budget_gib: Annotated[
+        float | None, typer.Option(help="Plan streaming with this much GPU memory, as --vram-budget-gib of serve.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show which path serves a model, why, and what its KV costs."""
+    """Show which path serves a model, why, and what its KV costs. With a budget: which of its layers would be streamed."""
     from kvboost.models.smollm2 import resolve_model
 
     path = resolve_model(model)
     announce(f"Looking at {model} ...")
     from kvboost.models.info import describe_model
 
-    facts = dataclasses.asdict(describe_model(path, load=load))
+    config = EngineConfig(weights_budget_gib=weights_budget_gib, vram_budget_gib=vram_budget_gib)
+    budget = weights_budget_gib is not None or vram_budget_gib is not None
+    facts = dataclasses.asdict(describe_model(path, load=load and not budget))
+    if budget:
+        from kvboost.weights.streaming import describe_streaming
+
+        facts["streaming"] = describe_streaming(path, config)
     if as_json:
         typer.echo(json.dumps(facts, indent=2, default=str))
     else:

@@ -14,6 +14,7 @@ from kvboost.cli.chat import chat
 from kvboost.cli.demo import demo
 from kvboost.cli.info import info
 from kvboost.cli.options import SectionedCommand
+from kvboost.cli.quantize import quantize
 from kvboost.cli.run import run
 from kvboost.cli.serve import serve
 from kvboost.errors import KVBoostError
@@ -49,6 +50,7 @@ app.command("run", cls=SectionedCommand)(run)
 app.command("chat", cls=SectionedCommand)(chat)
 app.command("info", cls=SectionedCommand)(info)
 app.command("serve", cls=SectionedCommand)(serve)
+app.command("quantize", cls=SectionedCommand)(quantize)
 app.add_typer(bench_app, name="bench")
 
 

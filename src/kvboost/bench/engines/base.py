@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from kvboost.models.gguf import read_once
 from kvboost.models.loading import load_config, load_model, load_tokenizer, locate, resolve_device
 
 
@@ -84,8 +83,7 @@ class ModelSource:
 
     @cached_property
     def tokenizer(self) -> Any:
-        with read_once():
-            return load_tokenizer(self._tokenizer_source)
+        return load_tokenizer(self._tokenizer_source)
 
     @cached_property
     def config(self) -> Any:
@@ -94,8 +92,7 @@ class ModelSource:
     @cached_property
     def model(self) -> Any:
         """Its generation_config has no EOS: Transformers would put it back into every call that wants to go on."""
-        with read_once():
-            model = load_model(self._source, self.dtype, self.device)
+        model = load_model(self._source, self.dtype, self.device, self.engine_options.get("weights", "auto"))
         eos = model.generation_config.eos_token_id
         self._eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         model.generation_config.eos_token_id = None

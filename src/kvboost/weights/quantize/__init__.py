@@ -1,0 +1,1 @@
+"""`kvboost quantize`: plain weights to AWQ checkpoints, by activation-aware scaling or by rounding alone."""
