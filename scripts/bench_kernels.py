@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times the Triton kernels on this GPU, at the shape of Qwen2.5-7B, beside the measured bandwidth of its memory.
 
-    python scripts/bench_kernels.py [attention prompt elementwise linear] [--tune]
+    python scripts/bench_kernels.py [attention prompt elementwise linear packed] [--tune]
 
 Every figure is the median of replays of a CUDA graph that holds the call many times over different memory, more than
 the L2 cache holds; so neither launch gaps nor the cache are measured. GB/s count each needed byte once. `--tune` tries
@@ -33,9 +33,13 @@ from kvboost.cache.layout import LayerShape, SlabLayout
 from kvboost.cache.pool import KVPool
 from kvboost.kernels.triton.attention import Tile, paged_attention
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
+from kvboost.kernels.triton.packed import look_up, packed_many_rows, unpack
+from kvboost.kernels.triton.packed_linear import PackedTile, packed_few_rows
+from kvboost.kernels.triton.packed_linear import chosen_tile as chosen_packed_tile
 from kvboost.kernels.triton.rotary import rotary_write
 from kvboost.kernels.triton.skinny import SkinnyTile, chosen_tile, skinny_linear
 from kvboost.kernels.triton.write import write_slots
+from kvboost.weights.packing import Packing, Scheme
 
 Q_HEADS, KV_HEADS, DIM, HIDDEN, INNER = 28, 4, 128, 3584, 18944
 ROTATED_BYTES = 256 * 2**20
@@ -48,6 +52,20 @@ DECODE = [(1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 8192), (32, 8192)]
 PROMPTS = [(64, 1024), (64, 8192), (64, 32768), (1024, 0), (8192, 0), (1024, 7168)]
 WEIGHTS = {"o 3584x3584": (3584, 3584), "qkv 4608x3584": (4608, 3584), "gate-up 37888x3584": (37888, 3584),
            "down 3584x18944": (3584, 18944), "head 152064x3584": (152064, 3584)}  # fmt: skip
+
+PACKED = {"32B qkv": (7168, 5120), "32B o": (5120, 5120), "32B gate-up": (55_296, 5120), "32B down": (5120, 27_648),
+          "7B qkv": (4608, 3584), "7B o": (3584, 3584), "7B gate-up": (37_888, 3584), "7B down": (3584, 18_944)}  # fmt: skip
+FILES = {"Q4_0": (Scheme.SYMMETRIC, 4, 32), "Q4_K": (Scheme.TWO_LEVEL, 4, 32), "Q5_K": (Scheme.TWO_LEVEL, 5, 32),
+         "Q6_K": (Scheme.TWO_LEVEL_SIGNED, 6, 16), "Q8_0": (Scheme.SYMMETRIC, 8, 32), "fp8": (Scheme.FLOAT8, 8, 128)}  # fmt: skip
+"""Scheme, bits and group of other formats, timed at one shape."""
+PACKED_TILES = {
+    8: [(64, 128, 2, 3), (64, 128, 2, 4), (64, 128, 2, 6), (32, 128, 1, 4), (32, 128, 1, 6), (128, 128, 4, 3),
+        (128, 128, 4, 4), (128, 128, 4, 6), (128, 128, 2, 4)],
+    16: [(64, 128, 2, 3), (64, 128, 2, 4), (32, 128, 1, 4), (64, 128, 4, 4), (128, 128, 4, 4)],
+    32: [(64, 128, 2, 3), (64, 128, 2, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4), (256, 128, 8, 3)],
+    64: [(64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 4, 3), (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4)],
+}  # fmt: skip
+"""Weight rows, weights of a row, warps and stages to try, by padded rows of x."""
 
 
 @dataclass
@@ -253,6 +271,90 @@ def tune_linear(bench: Bench, name: str, x: torch.Tensor, weights: torch.Tensor)
         bench.add(f"{name} best skinny", best[0], n * k * 2, note=f"({n}, {k}): {best[1]},")
 
 
+def random_packed(packing: Packing, n: int) -> torch.Tensor:
+    """uint8 `[copies, n, row_bytes]` of random codes; what lies behind them is small, so that no sum overflows."""
+    weights = torch.randint(
+        0, 256, (copies(n * packing.row_bytes), n, packing.row_bytes), dtype=torch.uint8, device=DEVICE
+    )
+    weights[..., packing.scales_at :] &= 0x1F
+    return weights
+
+
+def bench_packed(bench: Bench, tune: bool) -> None:
+    for name, (n, k) in PACKED.items():
+        packing = Packing(Scheme.ZEROS, 4, k, 128)
+        weights = random_packed(packing, n)
+        dense = torch.randn(copies(n * k * 2), n, k, dtype=DTYPE, device=DEVICE)
+        for rows in (1, 16, 32, 64) if tune else (1, 4, 16, 32, 64):
+            x = torch.randn(rows, k, dtype=DTYPE, device=DEVICE)
+            label = f"{name} {n}x{k} rows {rows}"
+            us = time_us(lambda i, x=x, w=dense: F.linear(x, w[i]), len(dense), 15)
+            bench.add(f"{label} bf16 cuBLAS", us, n * k * 2)
+            if tune:
+                tune_packed(bench, label, x, weights, packing)
+            else:
+                us = time_us(lambda i, x=x, w=weights, p=packing: packed_few_rows(x, w[i], p), len(weights), 15)
+                tile = chosen_packed_tile(packing, n, rows, DEVICE)
+                bench.add(f"{label} int4", us, n * packing.row_bytes, note=str(tile))
+        del weights, dense
+    if not tune:
+        bench_formats(bench)
+        bench_unpacking(bench)
+
+
+def bench_formats(bench: Bench) -> None:
+    n, k = 37_888, 3584
+    for name, (scheme, bits, group) in FILES.items():
+        packing = Packing(scheme, bits, k, group)
+        weights = random_packed(packing, n)
+        for rows in (1, 16):
+            x = torch.randn(rows, k, dtype=DTYPE, device=DEVICE)
+            us = time_us(lambda i, x=x, w=weights, p=packing: packed_few_rows(x, w[i], p), len(weights), 15)
+            bench.add(f"7B gate-up {name} rows {rows}", us, n * packing.row_bytes)
+        del weights
+
+
+def bench_unpacking(bench: Bench) -> None:
+    """From how many rows on unpacking pays: `FUSED_ROWS` of kernels/triton/packed.py; and an embedding of 32B."""
+    n, k = PACKED["32B gate-up"]
+    packing = Packing(Scheme.ZEROS, 4, k, 128)
+    weights = random_packed(packing, n)
+    for rows in (64, 128, 256, 512):
+        x = torch.randn(rows, k, dtype=DTYPE, device=DEVICE)
+        for name, call in (("fused", packed_few_rows), ("unpacked", packed_many_rows)):
+            us = time_us(lambda i, x=x, call=call: call(x, weights[i], packing), len(weights), 15)
+            bench.add(f"32B gate-up rows {rows} {name}", us, n * packing.row_bytes, 2 * rows * n * k)
+    piece = torch.empty(3276, k, dtype=DTYPE, device=DEVICE)
+    us = time_us(lambda i: unpack(weights[i, : len(piece)], packing, piece), len(weights), 15)
+    bench.add("unpack a piece of 3276 rows", us, piece.nbytes + len(piece) * packing.row_bytes)
+    for tokens in (1, 64, 2048):
+        index = torch.randint(0, n, (tokens,), device=DEVICE)
+        us = time_us(lambda i, index=index: look_up(index, weights[i], packing, DTYPE), len(weights), 15)
+        bench.add(f"look up {tokens} of {n} rows", us, tokens * (packing.row_bytes + 2 * k))
+
+
+def tune_packed(bench: Bench, name: str, x: torch.Tensor, weights: torch.Tensor, packing: Packing) -> None:
+    count, n, _ = weights.shape
+    best: tuple[float, PackedTile] | None = None
+    padded = max(8, len(x))
+    for block_n, block_k, warps, stages in PACKED_TILES[padded]:
+        for splits in (1, 2, 4, 8, 16):
+            programs = -(-n // block_n) * splits
+            if programs < 130 or (splits > 1 and programs > 132 * 24):
+                continue
+            tile = PackedTile(block_n, block_k, splits, warps, stages)
+            try:
+                us = time_us(lambda i, t=tile: packed_few_rows(x, weights[i], packing, tile=t), count, 5)
+            except Exception as error:
+                print(f"{name} {tile}: {type(error).__name__} {str(error)[:80]}")
+                continue
+            if best is None or us < best[0]:
+                best = us, tile
+    if best is not None:
+        note = f"({packing.bits}, {n}, {packing.k}, {padded}): {best[1]},"
+        bench.add(f"{name} best packed", best[0], n * packing.row_bytes, note=note)
+
+
 def format_row(row: Row) -> str:
     rate = f"{row.gb_per_s:7.0f} GB/s" if row.gb_per_s else " " * 12
     flops = f"{row.tflop_per_s:6.1f} TFLOP/s" if row.tflop_per_s else " " * 14
@@ -273,6 +375,7 @@ SECTIONS = {
     "prompt": bench_prompt,
     "elementwise": bench_elementwise,
     "linear": bench_linear,
+    "packed": bench_packed,
 }
 
 

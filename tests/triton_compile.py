@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for a GPU that is not there, and prints what each takes; a script, run by a unit test.
 
-    python tests/triton_compile.py 90 [--all]
+    python tests/triton_compile.py 90 [--all | --packed]
 
 A stand-in for the CUDA driver lets the real launch code run on CPU tensors up to the point where a kernel would be
 loaded. Fails when a kernel does not compile, needs more shared memory than the GPU gives a block, or spills too much.
@@ -83,9 +83,34 @@ def compile_launches(capability: int) -> None:
     JITFunction.run = run
 
 
+def compile_packed(capability: int) -> None:
+    """Products with packed weights, unpacking and look-up: what models of 4 bits take first, then every packing."""
+    from kvboost.kernels.triton import packed, packed_linear
+    from kvboost.weights.packing import Packing, Scheme
+    from packed_rig import PACKINGS, packing_id
+
+    packed_linear.processors = lambda device: 132  # type: ignore[assignment]
+    packed_linear.matrix_units = lambda dtype, device: dtype is not torch.float32 and capability >= 80  # type: ignore[assignment]
+    half = torch.bfloat16 if capability >= 80 else torch.float16
+    awq = Packing(Scheme.ZEROS, 4, 5120, 128)
+    cases = [(awq, rows, half) for rows in (1, 16, 32, 64)]
+    if "--all" in sys.argv:
+        cases += [(packing, rows, half) for packing in PACKINGS for rows in (1, 64)]
+        cases += [(packing, 16, torch.float32) for packing in PACKINGS]
+        cases += [(awq, 1, torch.float16)]
+    for packing, rows, dtype in cases:
+        print(f"{packing_id(packing)}, {rows} rows, {dtype}")
+        weight = torch.zeros(300, packing.row_bytes, dtype=torch.uint8)
+        packed_linear.packed_few_rows(torch.zeros(rows, packing.k, dtype=dtype), weight, packing)
+        packed.unpack(weight, packing, torch.empty(300, packing.k, dtype=dtype))
+        packed.look_up(torch.zeros(3, dtype=torch.int64), weight, packing, dtype)
+
+
 def main() -> None:
     capability = int(sys.argv[1])
     compile_launches(capability)
+    if "--packed" in sys.argv:
+        return compile_packed(capability)
     from kvboost.kernels.triton import attention, elementwise, rotary, skinny, write
     from triton_rig import Case, build, chunk, decode
 
@@ -127,6 +152,8 @@ def main() -> None:
         if rows <= skinny.MAX_ROWS:
             for n in (1000, 4608):  # ragged and even
                 skinny.skinny_linear(x, torch.randn(n, 3584).to(half), torch.randn(n).to(half))
+    if "--all" in sys.argv:
+        compile_packed(capability)
     for activation in elementwise.ACTIVATIONS:
         elementwise.act_mul(torch.randn(3, 2 * 18944).to(half), activation)
 

@@ -34,6 +34,15 @@ def test_for_an_h100(tmp_path: Path) -> None:
     assert any(" wgmma   0" not in line for line in lines)
 
 
+def test_packed_weights_for_an_h100(tmp_path: Path) -> None:
+    """Codes reach matrix instructions through registers, and are loaded asynchronously, 16 bytes at a time."""
+    lines = [line.split() for line in compiled(tmp_path, "90", "--packed").splitlines() if "packed_kernel" in line]
+    assert len(lines) == 4
+    for words in lines:
+        wgmma, mma, loads, stack = (int(words[words.index(name) + 1]) for name in ("wgmma", "mma", "cp.async", "stack"))
+        assert wgmma + mma and loads >= 8 and stack == 0, words
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_all_shapes(tmp_path: Path, capability: str) -> None:

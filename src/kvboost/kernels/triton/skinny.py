@@ -70,7 +70,7 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile
     )  # fmt: skip
     if splits > 1:
         block = 256
-        _sum_kernel[(triton.cdiv(n, block), rows)](
+        sum_kernel[(triton.cdiv(n, block), rows)](
             partial, bias, out, rows, n, splits, BLOCK=block, num_warps=2
         )  # fmt: skip
     return out
@@ -82,13 +82,13 @@ def chosen_tile(n: int, k: int, device: torch.device) -> SkinnyTile:
     if found is not None:
         return found
     block_n, block_k = 64, 128
-    wanted = PROGRAMS_PER_PROCESSOR * _processors(device)
+    wanted = PROGRAMS_PER_PROCESSOR * processors(device)
     splits = max(1, min(wanted // triton.cdiv(n, block_n), triton.cdiv(k, 4 * block_k), 16))
     return SkinnyTile(block_n, block_k, splits, 4, 4)
 
 
 @lru_cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
@@ -128,7 +128,7 @@ def _skinny_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def _sum_kernel(partial, bias, out, rows, n, splits, BLOCK: tl.constexpr):
+def sum_kernel(partial, bias, out, rows, n, splits, BLOCK: tl.constexpr):
     """Grid `(blocks of columns, rows)`: the splits in their order, the bias, one rounding."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -33,6 +34,14 @@ def unsupported(layers: Sequence[LayerShape], q_heads: int, dtype: torch.dtype, 
         if problem is not None:
             return f"layer {index} has {problem}"
     return None
+
+
+@lru_cache
+def serves_packed(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products with packed weights, and their unpacking, run in Triton on this device in this dtype."""
+    if device.type != "cuda" or dtype not in MIN_CAPABILITY or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY[dtype]
 
 
 def _shape_problem(layer: LayerShape, q_heads: int) -> str | None:
