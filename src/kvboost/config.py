@@ -15,6 +15,10 @@ KV_CACHE_DTYPES = ("auto",)
 
 PATHS = ("auto", "paged", "compat")
 
+WEIGHTS = ("auto", "dense", "int8", "int4")
+"""How weights are held. `auto` is as the model's files hold them: packed files stay packed. `int8` and `int4` round plain
+weights as they are loaded."""
+
 
 def _option(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
@@ -33,7 +37,8 @@ class EngineConfig:
     )
     max_num_seqs: int = _option(256, "Most sequences running in one step.")
     max_num_batched_tokens: int | None = _option(
-        None, "Token budget of one step; longer prompts are prefilled in chunks. Default: 2048."
+        None,
+        "Token budget of one step; longer prompts are prefilled in chunks. Default: 2048; 4096 when layers are streamed.",
     )
     max_num_waiting: int = _option(4096, "Most requests waiting; one more is refused with EngineBusy.")
     kv_cache_gib: float | None = _option(
@@ -49,6 +54,21 @@ class EngineConfig:
     path: str = _option(
         "auto", "How the model is run: auto, paged (AttentionInterface), or compat (its own attention)."
     )
+    weights: str = _option(
+        "auto",
+        "How weights are held: auto (packed files stay packed), dense (unpacked into dtype at load), "
+        "int8 or int4 (plain ones are rounded at load).",
+    )
+    vram_budget_gib: float | None = _option(
+        None,
+        "GiB of GPU memory for weights, KV and workspace together; layers that do not fit are streamed from RAM. "
+        "Default: all layers stay, and when the model does not fit, what gpu_memory_utilization allows.",
+    )
+    weights_budget_gib: float | None = _option(
+        None,
+        "GiB of RAM for weights. On a CPU: layers that do not fit are streamed from disk (default: all stay). "
+        "On a GPU: for streamed layers, the others come from disk (default: what RAM is free).",
+    )
     seed: int = _option(0, "Seed from which requests without their own seed derive theirs.")
 
     def __post_init__(self) -> None:
@@ -63,8 +83,10 @@ class EngineConfig:
                 _require_positive_int(name, getattr(self, name))
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError("num_blocks", f"got {self.num_blocks}; at least 2 blocks are needed.")
-        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
-            raise ConfigError("kv_cache_gib", f"got {self.kv_cache_gib}; it must be above 0.")
+        for name in ("kv_cache_gib", "vram_budget_gib", "weights_budget_gib"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(name, f"got {value}; it must be above 0.")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 "gpu_memory_utilization", f"got {self.gpu_memory_utilization}; allowed: above 0, up to 1."
@@ -75,6 +97,8 @@ class EngineConfig:
             )
         if self.path not in PATHS:
             raise ConfigError("path", f"got {self.path!r}; allowed: {', '.join(PATHS)}.")
+        if self.weights not in WEIGHTS:
+            raise ConfigError("weights", f"got {self.weights!r}; allowed: {', '.join(WEIGHTS)}.")
 
     def replace(self, **changes: Any) -> EngineConfig:
         """A copy with some fields changed, validated again."""

@@ -23,7 +23,7 @@ from transformers.generation import GenerationMode, StopStringCriteria
 from kvboost.api.boost_loop import DecodingLoop
 from kvboost.api.boost_watch import Survey, has_adapters
 from kvboost.api.kvboost import KVBoost
-from kvboost.errors import InvalidRequest
+from kvboost.errors import ConfigError, InvalidRequest
 from kvboost.models.fused.fuse import unfuse
 
 log = logging.getLogger("kvboost")
@@ -52,6 +52,10 @@ def boost(model: Model, tokenizer: Any = None, **engine_options: Any) -> Model:
         raise InvalidRequest(
             "model", f"got {type(model).__name__}; give a loaded Transformers model, or use KVBoost.from_pretrained()."
         )
+    for field in ("vram_budget_gib", "weights_budget_gib"):
+        if engine_options.get(field) is not None:
+            raise ConfigError(field, "a boosted model stays whole, so that it can be trained and changed. Use "
+                              "KVBoost.from_pretrained() for one whose layers are streamed.")  # fmt: skip
     unboost(model)
     modes = [(module, module.training) for module in model.modules()]
     attention = model.config._attn_implementation

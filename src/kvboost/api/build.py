@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,8 @@ from kvboost.models.fingerprint import weights_fingerprint
 from kvboost.models.fused.cpu import CpuOps
 from kvboost.models.fused.fuse import fuse, unfuse
 from kvboost.models.limits import LengthLimit, length_limit, refuse_unsupported
+from kvboost.weights.budget import GPU_SPARE_BYTES, free_ram_bytes
+from kvboost.weights.streamer import Streamer, streamer_of
 
 GIB = 1 << 30
 
@@ -34,9 +35,6 @@ CPU_DEFAULT_KV_BYTES = 2 * GIB
 """KV on a machine without a GPU, unless told otherwise: room for 46,000 tokens of SmolLM2-135M in fp32."""
 
 CPU_SHARE_OF_FREE_MEMORY = 0.25
-
-GPU_SPARE_BYTES = GIB // 2
-"""Left beside weights, KV and the measured workspace of a step: CUDA graphs, sampling, fragmentation."""
 
 STEP_TOKENS = 2048
 """Default token budget of a step. On 2 cores a prompt of 1,050 tokens of SmolLM2 takes 1.8 s in one piece and 2.1 s in
@@ -89,13 +87,16 @@ def build(model: PreTrainedModel, config: EngineConfig) -> Built:
 
 def _build(model: PreTrainedModel, capabilities: Capabilities, config: EngineConfig) -> Built:
     limit = length_limit(model.config)
+    streamer = streamer_of(model)
+    if streamer is not None:
+        config = _streaming_config(config, streamer)
     layout = SlabLayout(
         capabilities.layers, config.block_size, str(model.dtype).removeprefix("torch."), model.dtype.itemsize
     )
     wanted_len = _wanted_length(config.max_model_len, limit)
     step_tokens = config.max_num_batched_tokens or _default_step_tokens(model.device)
     alone_tokens = _tokens_alone(config, model.device, step_tokens)
-    num_blocks = _num_blocks(config, layout, model, alone_tokens)
+    num_blocks = _num_blocks(config, layout, model, alone_tokens, streamer)
     max_model_len = _fit_length(config, wanted_len, num_blocks, layout)
     device = model.device
     backend = choose(capabilities.layers, capabilities.q_heads, model.dtype, device, config.compile)
@@ -114,6 +115,14 @@ def _build(model: PreTrainedModel, capabilities: Capabilities, config: EngineCon
         engine, runner, capabilities, backend, fused, layout, weights_fingerprint(model) + layout.fingerprint, max_model_len, limit,
         config.replace(max_model_len=max_model_len, num_blocks=num_blocks, max_num_batched_tokens=step_tokens),
     )  # fmt: skip
+
+
+def _streaming_config(config: EngineConfig, streamer: Streamer) -> EngineConfig:
+    """What the streamer's plan reckoned with."""
+    return config.replace(
+        max_num_batched_tokens=config.max_num_batched_tokens or streamer.budget.step_tokens,
+        max_num_seqs=min(config.max_num_seqs, streamer.budget.max_num_seqs or config.max_num_seqs),
+    )
 
 
 def _fuse(model: PreTrainedModel, capabilities: Capabilities, backend: Backend, max_model_len: int) -> dict[str, int]:
@@ -164,7 +173,9 @@ def _tokens_alone(config: EngineConfig, device: torch.device, step_tokens: int) 
     return step_tokens * ALONE_FACTOR if large else step_tokens
 
 
-def _num_blocks(config: EngineConfig, layout: SlabLayout, model: PreTrainedModel, step_tokens: int) -> int:
+def _num_blocks(
+    config: EngineConfig, layout: SlabLayout, model: PreTrainedModel, step_tokens: int, streamer: Streamer | None
+) -> int:
     device = model.device
     if config.num_blocks is not None:
         return config.num_blocks
@@ -177,6 +188,10 @@ def _num_blocks(config: EngineConfig, layout: SlabLayout, model: PreTrainedModel
         free, total = torch.cuda.mem_get_info(device)
         available = int(total * config.gpu_memory_utilization) - (total - free) - workspace
         field, remedy = "gpu_memory_utilization", "Raise it, use a smaller dtype, or free GPU memory"
+        budget = streamer.budget.nbytes if streamer is not None else (config.vram_budget_gib or 0) * GIB
+        if budget:
+            available = min(int(budget) - torch.cuda.memory_reserved(device), free) - workspace
+            field, remedy = "vram_budget_gib", "Raise it, or lower max_num_batched_tokens or max_num_seqs"
     else:
         available = min(CPU_DEFAULT_KV_BYTES, int(free_ram_bytes() * CPU_SHARE_OF_FREE_MEMORY))
         field, remedy = "kv_cache_gib", "Free memory, or set it"
@@ -229,26 +244,3 @@ class _WithoutAttention:
 
     def attend(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-def free_ram_bytes() -> int:
-    """Memory that can be taken without swapping; the container's limit counts where there is one."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as file:
-            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-        limit, used = (_read_int(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-        if limit is not None and used is not None:
-            free = min(free, limit - used)
-    except (OSError, StopIteration, ValueError):
-        pass
-    return free
-
-
-def _read_int(path: str) -> Any:
-    try:
-        with open(path) as file:
-            text = file.read().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

@@ -19,6 +19,7 @@ from kvboost.api.params import GenerationDefaults, Resolved, resolve
 from kvboost.api.prompts import encode, encode_text, render_chat, split_prompts
 from kvboost.api.results import GenerationResult, StreamPiece
 from kvboost.api.stream import TokenStream, stream_async
+from kvboost.cache.pages import return_freed_memory
 from kvboost.cache.prefix import root_key
 from kvboost.config import EngineConfig
 from kvboost.engine.detokenizer import Detokenizer
@@ -31,8 +32,9 @@ from kvboost.engine.stats import EngineStats
 from kvboost.errors import EngineClosed, InvalidRequest, PromptTooLong
 from kvboost.models.arena import settle
 from kvboost.models.capabilities import Capabilities
-from kvboost.models.gguf import read_once
 from kvboost.models.loading import load_model, load_tokenizer, locate, resolve_device
+from kvboost.weights.streamer import streamer_of
+from kvboost.weights.streaming import load_streaming, must_stream, stream_in_hand
 
 _MASK64 = (1 << 64) - 1
 
@@ -68,6 +70,7 @@ class KVBoost:
         began = time.perf_counter()
         self._built: Built = build(model, config)
         self.build_seconds = time.perf_counter() - began
+        return_freed_memory()
         self._engine = self._built.engine
         self._defaults = GenerationDefaults.read(model.generation_config, tokenizer)
         self._ids = itertools.count()
@@ -92,20 +95,26 @@ class KVBoost:
         """
         config = EngineConfig.from_kwargs(**engine_options)
         source = locate(path_or_id)
-        with read_once():
-            model = load_model(source, dtype, resolve_device(device))
-            if tokenizer is None:
-                tokenizer = load_tokenizer(source)
-            elif isinstance(tokenizer, str):
-                tokenizer = load_tokenizer(locate(tokenizer))
-        settle(model)
+        place = resolve_device(device)
+        if must_stream(config, source, place):
+            model = load_streaming(source, dtype, place, config)
+        else:
+            model = load_model(source, dtype, place, config.weights)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(source)
+        elif isinstance(tokenizer, str):
+            tokenizer = load_tokenizer(locate(tokenizer))
+        if streamer_of(model) is None:
+            settle(model)
         return cls(model, tokenizer, config)
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, tokenizer: Any = None, **engine_options: Any) -> KVBoost:
         """Put an engine around a Transformers model in hand. The model can still be called and trained as before;
-        after changing its weights, call `reset_cache()`."""
+        after changing its weights, call `reset_cache()`. With a budget its layers are moved out, and it can only be called."""
         config = EngineConfig.from_kwargs(**engine_options)
+        if (config.vram_budget_gib or config.weights_budget_gib) and streamer_of(model) is None:
+            model = stream_in_hand(model, config)
         return cls(model.eval(), tokenizer, config)
 
     # -- generating ------------------------------------------------------------------------------------------------

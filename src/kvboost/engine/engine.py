@@ -29,6 +29,7 @@ from kvboost.engine.stats import EngineStats, read_stats
 from kvboost.engine.stopping import ends_after
 from kvboost.errors import EngineBusy, EngineClosed, EngineStepError, KVBoostError, PromptTooLong
 from kvboost.kernels.native.threads import release_team
+from kvboost.weights.plan import StreamStats
 
 log = logging.getLogger("kvboost")
 T = TypeVar("T")
@@ -142,7 +143,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A consistent snapshot, taken between two steps."""
-        return self.call(read_stats)
+        return self.call(lambda scheduler: read_stats(scheduler, self._runner.weights))
+
+    @property
+    def weights(self) -> StreamStats | None:
+        """What streaming has done; None when all weights are resident."""
+        return self._runner.weights
 
     def check(self) -> None:
         """Verify every invariant between two steps. Raises `AssertionError`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,9 @@ class GpuRunner(Runner):
             block_size,
             self._device,
         )
-        self._graphs = Graphs(self._device) if self._device.type == "cuda" else None
+        streamer = self._streamer
+        capturable = self._device.type == "cuda" and (streamer is None or streamer.capturable)
+        self._graphs = Graphs(self._device, None if streamer is None else streamer.begin) if capturable else None
 
     @property
     def looks_ahead(self) -> bool:
@@ -123,9 +126,10 @@ class GpuRunner(Runner):
             return 0
         shapes = [Padding(n, n) for n in DECODE_SIZES if n <= max(max_num_seqs, DECODE_SIZES[0])]
         shapes += [Padding(n, 4) for n in PROMPT_TOKENS if n <= self._tensors.capacity_tokens]
-        for shape in sorted(shapes, key=lambda s: -s.tokens):
-            inputs = self._tensors.fill([], None, pad_tokens_to=shape.tokens, pad_seqs_to=shape.seqs)
-            self._graphs.capture(inputs.key, partial(self._last_rows, inputs))
+        with nullcontext() if self._streamer is None else self._streamer.sweep():
+            for shape in sorted(shapes, key=lambda s: -s.tokens):
+                inputs = self._tensors.fill([], None, pad_tokens_to=shape.tokens, pad_seqs_to=shape.seqs)
+                self._graphs.capture(inputs.key, partial(self._last_rows, inputs))
         return self._graphs.count
 
 

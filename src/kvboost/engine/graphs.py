@@ -52,8 +52,10 @@ def _at_least(sizes: tuple[int, ...], wanted: int) -> int | None:
 class Graphs:
     """Captured forwards by key. `run` answers the output of `forward`, a static tensor that the next run overwrites."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, begin: Callable[[], None] | None = None) -> None:
+        """begin: called before each capture and each replay."""
         self._device = device
+        self._begin = begin or (lambda: None)
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle()
@@ -72,6 +74,7 @@ class Graphs:
             self._seen.add(key)
             return forward()
         graph, output = known
+        self._begin()
         graph.replay()
         return output
 
@@ -86,6 +89,7 @@ class Graphs:
             return None
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
+        self._begin()
         try:
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 output = forward()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from kvboost.engine.request import Request
 from kvboost.engine.scheduler import StepPlan, Work
 from kvboost.models.capabilities import Capabilities
 from kvboost.models.compat import load_cache, store_cache
+from kvboost.weights.plan import StreamStats
+from kvboost.weights.streamer import streamer_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,12 @@ class Runner:
         self._backend = backend
         self._pool = pool
         self._device = pool.slabs.device
+        self._streamer = streamer_of(model)
+
+    @property
+    def weights(self) -> StreamStats | None:
+        """What streaming has done; None when all weights are resident."""
+        return None if self._streamer is None else self._streamer.stats()
 
     @property
     def looks_ahead(self) -> bool:
@@ -87,10 +96,11 @@ class Runner:
         work = plan.work
         if plan.copies:
             self._pool.copy(*zip(*plan.copies, strict=True))
-        if self._capabilities.path == "paged":
-            return self._run_packed(work, follows)
-        # In plan order: a twin reads blocks that an earlier sequence of this step has just written.
-        return _merge([self._run_alone(w) for w in work])
+        with nullcontext() if self._streamer is None else self._streamer.sweep():
+            if self._capabilities.path == "paged":
+                return self._run_packed(work, follows)
+            # In plan order: a twin reads blocks that an earlier sequence of this step has just written.
+            return _merge([self._run_alone(w) for w in work])
 
     def warm_up(self, max_num_seqs: int) -> int:
         """Do ahead of time what is done once per shape of step; returns the number of shapes."""

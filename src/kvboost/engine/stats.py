@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvboost.engine.scheduler import Scheduler
+from kvboost.weights.plan import StreamStats
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class EngineStats:
     prompt_tokens: int
     computed_tokens: int
     output_tokens: int
+    weights: StreamStats | None = None
+    """What streaming has done; None when all weights are resident."""
 
     @property
     def hit_rate(self) -> float:
@@ -47,8 +50,8 @@ class EngineStats:
         return {**asdict(self), "hit_rate": self.hit_rate, "kv_utilization": self.kv_utilization}
 
 
-def read_stats(scheduler: Scheduler) -> EngineStats:
-    """Call between two steps."""
+def read_stats(scheduler: Scheduler, weights: StreamStats | None) -> EngineStats:
+    """Call between two steps. weights: of the runner."""
     counters, pool = scheduler.counters, scheduler.pool
     allocated, used = scheduler.slots()
     return EngineStats(
@@ -69,4 +72,5 @@ def read_stats(scheduler: Scheduler) -> EngineStats:
         prompt_tokens=counters.prompt_tokens,
         computed_tokens=counters.computed_tokens,
         output_tokens=counters.output_tokens,
+        weights=weights,
     )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvboost.engine.engine import Engine
 from kvboost.engine.outputs import RequestOutput
 from kvboost.engine.scheduler import Scheduler
+from kvboost.weights.plan import StreamStats
 
 log = logging.getLogger("kvboost.server")
 
@@ -55,7 +56,13 @@ class Mailbox:
         self._loop = asyncio.get_running_loop()
         self._pending: list[tuple[Receiver, RequestOutput]] = []
         self.snapshot: Snapshot = engine.call(snapshot)
+        self._engine = engine
         self._unlisten = engine.listen(self._turn_over)
+
+    @property
+    def weights(self) -> StreamStats | None:
+        """What streaming has done so far; None when all weights are resident."""
+        return self._engine.weights
 
     def sink(self, receiver: Receiver) -> Receiver:
         """What to set as a request's sink, so that `receiver` gets its outputs on the event loop."""

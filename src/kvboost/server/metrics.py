@@ -149,6 +149,17 @@ class _EngineCollector(Collector):
         yield self._count("num_preemptions", "Requests whose blocks were taken for older ones.", now.preemptions)
         yield self._count("engine_steps", "Steps of the engine.", now.steps)
         yield self._count("computed_tokens", "Tokens whose KV was computed, prompt and output.", now.computed_tokens)
+        weights = self._mailbox.weights
+        if weights is None:
+            return
+        layers = GaugeMetricFamily("kvboost:weight_layers", "Decoder layers.", labels=["model_name", "state"])
+        layers.add_metric([self._model, "resident"], weights.layers_resident)
+        layers.add_metric([self._model, "streamed"], weights.layers_streamed)
+        yield layers
+        yield self._gauge("weight_sweep_bytes", "Copied in each pass over the weights.", weights.sweep_bytes)
+        yield self._gauge("weight_link_bytes_per_second", "As measured before loading.", weights.link_bytes_per_s)
+        yield self._count("weight_loaded_bytes", "Of layers, copied so far.", weights.loaded_bytes)
+        yield self._count("weight_stall_seconds", "For which the host waited for layers.", weights.stall_s)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"kvboost:{name}", text, labels=["model_name"])
