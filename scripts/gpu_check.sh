@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # gpu_check.sh [OUT]: on a machine with a CUDA GPU, run the GPU tests, then the benches; write what was found to OUT
 # (default: docs/results). Needs torch (CUDA), transformers, triton and pytest; PYTHON chooses the interpreter.
-# Parts can be chosen: PARTS="tests kernels engine" (all), SHAPES="qwen2.5-7b llama-3.1-8b ...".
+# Parts can be chosen: PARTS="tests kernels engine streaming" (all), SHAPES="qwen2.5-7b llama-3.1-8b ...".
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 out=${1:-${OUT:-docs/results}}
-parts=${PARTS:-tests kernels engine}
+parts=${PARTS:-tests kernels engine streaming}
 shapes=${SHAPES:-qwen2.5-7b}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 mkdir -p "$out"
@@ -18,6 +18,7 @@ for part in $parts; do
     case $part in
         tests) "$python" -m pytest -q -p no:cacheprovider --timeout=250 tests/gpu 2>&1 | tee "$out/gpu-tests.log" | tail -25 ;;
         kernels) OUT=$out "$python" scripts/bench_kernels.py ;;
+        streaming) "$python" scripts/bench_streaming.py --json "$out/gpu-streaming-32b.json" --pace 25 12 ;;
         engine)
             for shape in $shapes; do
                 # shellcheck disable=SC2086  # BENCH holds options
