@@ -19,6 +19,7 @@ from kvboost.kernels.native.library import unavailable
 from kvboost.models.fused.cpu import CpuOps
 from kvboost.models.fused.fuse import fuse
 from kvboost.models.fused.ops import Piece, Product
+from kvboost.weights import compute
 from kvboost.weights.compute import looked_up, packed_linear
 from kvboost.weights.modules import PackedEmbedding, PackedLinear
 from kvboost.weights.packing import Packing, Scheme
@@ -98,6 +99,16 @@ def test_every_weight_counts_where_it_stands(packing: Packing) -> None:
     for count in (1, 4, packing.k):
         y = torch.cat([packed_linear(x, rows, packing) for x in identity.split(count)])
         torch.testing.assert_close(y, weight.T, rtol=1e-6, atol=1e-6 * float(weight.abs().max()))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_rows_in_pieces_that_share_their_memory(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = Packing(Scheme.MINIMUM, 4, 96, 32)
+    rows, x = random_rows(packing, 50), torch.randn(40, 96)
+    added = torch.randn(50) if bias else None
+    monkeypatch.setattr(compute, "REUSED_BYTES", 7 * 96 * 4)
+    first, second = (packed_linear(x, rows, packing, added) for _ in range(2))
+    assert error(first, x, packing.dense(rows), added) < TOLERANCE[torch.float32] and first.equal(second)
 
 
 def test_no_rows() -> None:

@@ -103,16 +103,22 @@ def linear(x: Tensor, weights: Weights) -> Tensor:
     return out
 
 
-def unpack(weight: Tensor, packing: Packing, dtype: torch.dtype, index: Tensor | None = None) -> Tensor:
+def unpack(
+    weight: Tensor, packing: Packing, dtype: torch.dtype, index: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """`[rows, k]`: the dense rows of a contiguous packed weight, those named by `index[rows]` (int64) or all of them.
 
-    dtype: fp32 or bf16. Raises IndexError for an index that is out of range.
+    dtype: fp32 or bf16. out: contiguous memory for the result. Raises IndexError for an index that is out of range.
     """
     _check(weight, packing)
     if index is not None:
         index = index.contiguous()
     rows = weight.shape[0] if index is None else index.shape[0]
-    out, struct = torch.empty(rows, packing.k, dtype=dtype), packed_rows(packing)
+    if out is None:
+        out = torch.empty(rows, packing.k, dtype=dtype)
+    elif out.shape != (rows, packing.k) or out.dtype != dtype or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {dtype} [{rows}, {packing.k}], not {out.dtype} {list(out.shape)}.")
+    struct = packed_rows(packing)
     bad = load().kvb_unpack(
         dtype == torch.bfloat16, weight.data_ptr(), ctypes.addressof(struct), weight.shape[0], packing.k,
         None if index is None else index.data_ptr(), out.data_ptr(), rows, torch.get_num_threads(),
