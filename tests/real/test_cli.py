@@ -72,6 +72,9 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
+            signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            )  # what is started in a shell's background inherits that it is ignored
             os.execve(COMMAND[0], [*COMMAND, *arguments], ENVIRONMENT)
         self.seen = ""
 

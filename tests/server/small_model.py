@@ -61,6 +61,7 @@ class FreeRunner:
     """Stands where the runner would: every request gets the same letter, at no cost."""
 
     looks_ahead = False
+    weights = None
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._rows = torch.full((1, len(SPECIAL) + 256), -10.0).repeat(512, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -207,11 +208,12 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
     with free_engine(max_num_waiting=2, max_num_seqs=1, num_blocks=128) as kv, served(kv) as (_, http):
         refused = http.post("/v1/completions", json={"prompt": ["a", "b", "c"], "max_tokens": 2})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
-        release = kv.engine.call_soon(lambda _: time.sleep(0.5))
+        held = threading.Event()
         with httpx.stream("POST", f"{http.base_url}/v1/completions", timeout=30,
                           json={"prompt": ["a", "b"], "max_tokens": 400, "ignore_eos": True, "stream": True}):  # fmt: skip
+            kv.engine.call_soon(lambda _: held.wait(30))  # one runs and one waits, for as long as the next is refused
             busy = http.post("/v1/completions", json={"prompt": ["c"], "max_tokens": 2, "n": 2})
-        release.result()
+            held.set()
         assert busy.status_code == 429 and code(busy) == "engine_busy" and busy.headers["retry-after"] == "1"
 
 

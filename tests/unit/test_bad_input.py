@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import byte_tokenizer, tiny_llama
+from byte_models import byte_tokenizer, tiny_llama
 from kvboost import (
     ConfigError,
     EngineBusy,
@@ -462,7 +462,7 @@ def test_a_program_may_end_while_an_answer_is_written() -> None:
     script = """
 import atexit
 atexit.register(lambda: print("engine alive:", kv._engine._thread.is_alive(), "closed:", kv._engine.closed))
-from conftest import byte_tokenizer, tiny_llama
+from byte_models import byte_tokenizer, tiny_llama
 from kvboost import KVBoost
 kv = KVBoost.from_model(tiny_llama(), byte_tokenizer(), num_blocks=64)
 stream = kv.stream([5, 6, 7], max_new_tokens=900, temperature=0, ignore_eos=True)
