@@ -16,10 +16,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,7 @@ ROTATED_BYTES = 256 * 2**20
 MAX_CALLS = 200
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
+T = TypeVar("T")
 
 DECODE = [(1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 8192), (32, 8192)]
 PROMPTS = [(64, 1024), (64, 8192), (64, 32768), (1024, 0), (8192, 0), (1024, 7168)]
@@ -249,24 +250,32 @@ def bench_linear(bench: Bench, tune: bool) -> None:
         del weights
 
 
+def fastest(
+    name: str, tiles: Iterable[T], run: Callable[[T], Callable[[int], object]], count: int, reps_ms: int
+) -> tuple[float, T] | None:
+    """Microseconds and tile of the best; None when no tile could run. `run(tile)(i)` computes with the i-th weight."""
+    best: tuple[float, T] | None = None
+    for tile in tiles:
+        try:
+            us = time_us(run(tile), count, reps_ms)
+        except Exception as error:
+            print(f"{name} {tile}: {type(error).__name__} {str(error)[:80]}")
+            continue
+        if best is None or us < best[0]:
+            best = us, tile
+    return best
+
+
 def tune_linear(bench: Bench, name: str, x: torch.Tensor, weights: torch.Tensor) -> None:
     count, n, k = weights.shape
-    best: tuple[float, SkinnyTile] | None = None
     shapes = [(32, 128, 4, 4), (32, 256, 4, 3), (32, 256, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4),
               (64, 256, 4, 3), (64, 256, 8, 3), (128, 64, 4, 4), (128, 64, 8, 5), (128, 128, 8, 3), (16, 256, 4, 4)]  # fmt: skip
-    for block_n, block_k, warps, stages in shapes:
-        for splits in (1, 2, 4, 8, 16):
-            programs = -(-n // block_n) * splits
-            if (programs > 132 * 32 and splits > 1) or programs < 100:
-                continue
-            tile = SkinnyTile(block_n, block_k, splits, warps, stages)
-            try:
-                us = time_us(lambda i, t=tile: skinny_linear(x, weights[i], tile=t), count, 8)
-            except Exception as error:
-                print(f"{name} {tile}: {type(error).__name__} {str(error)[:80]}")
-                continue
-            if best is None or us < best[0]:
-                best = us, tile
+    tiles = []
+    for (block_n, block_k, warps, stages), splits in itertools.product(shapes, (1, 2, 4, 8, 16)):
+        programs = -(-n // block_n) * splits
+        if programs >= 100 and (splits == 1 or programs <= 132 * 32):
+            tiles.append(SkinnyTile(block_n, block_k, splits, warps, stages))
+    best = fastest(name, tiles, lambda t: lambda i: skinny_linear(x, weights[i], tile=t), count, 8)
     if best is not None:
         bench.add(f"{name} best skinny", best[0], n * k * 2, note=f"({n}, {k}): {best[1]},")
 
@@ -335,21 +344,13 @@ def bench_unpacking(bench: Bench) -> None:
 
 def tune_packed(bench: Bench, name: str, x: torch.Tensor, weights: torch.Tensor, packing: Packing) -> None:
     count, n, _ = weights.shape
-    best: tuple[float, PackedTile] | None = None
     padded = max(8, len(x))
-    for block_n, block_k, warps, stages in PACKED_TILES[padded]:
-        for splits in (1, 2, 4, 8, 16):
-            programs = -(-n // block_n) * splits
-            if programs < 130 or (splits > 1 and programs > 132 * 24):
-                continue
-            tile = PackedTile(block_n, block_k, splits, warps, stages)
-            try:
-                us = time_us(lambda i, t=tile: packed_few_rows(x, weights[i], packing, tile=t), count, 5)
-            except Exception as error:
-                print(f"{name} {tile}: {type(error).__name__} {str(error)[:80]}")
-                continue
-            if best is None or us < best[0]:
-                best = us, tile
+    tiles = []
+    for (block_n, block_k, warps, stages), splits in itertools.product(PACKED_TILES[padded], (1, 2, 4, 8, 16)):
+        programs = -(-n // block_n) * splits
+        if programs >= 130 and (splits == 1 or programs <= 132 * 24):
+            tiles.append(PackedTile(block_n, block_k, splits, warps, stages))
+    best = fastest(name, tiles, lambda t: lambda i: packed_few_rows(x, weights[i], packing, tile=t), count, 5)
     if best is not None:
         note = f"({packing.bits}, {n}, {packing.k}, {padded}): {best[1]},"
         bench.add(f"{name} best packed", best[0], n * packing.row_bytes, note=note)

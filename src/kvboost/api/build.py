@@ -27,9 +27,8 @@ from kvboost.models.fused.cpu import CpuOps
 from kvboost.models.fused.fuse import fuse, unfuse
 from kvboost.models.limits import LengthLimit, length_limit, refuse_unsupported
 from kvboost.weights.budget import GPU_SPARE_BYTES, free_ram_bytes
+from kvboost.weights.plan import GIB
 from kvboost.weights.streamer import Streamer, streamer_of
-
-GIB = 1 << 30
 
 CPU_DEFAULT_KV_BYTES = 2 * GIB
 """KV on a machine without a GPU, unless told otherwise: room for 46,000 tokens of SmolLM2-135M in fp32."""

@@ -11,8 +11,7 @@ import torch
 from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
 from kvboost.models.limits import length_limit, text_config
-
-GIB = 1 << 30
+from kvboost.weights.plan import GIB
 
 KV_TOKENS = 4096
 """Tokens of KV that a GPU's budget sets aside unless told otherwise. What layers leave over comes on top."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def packed_linear(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
         piece = native.Piece(weight, bias if bias is None else bias.to(x.dtype), packing)
         if 0 < x.shape[0] <= native.rows_max(x.dtype, [piece]):
             return native.linear(x if x.stride(1) == 1 else x.contiguous(), native.weights_of([piece], x.dtype))
-        return _many_rows(x, piece, packing)
+        return _by_pieces(x, weight, packing, piece.bias, REUSED_BYTES, _unpacked_again)
     if serves_packed(x.dtype, weight.device) and not (x.requires_grad and torch.is_grad_enabled()):
         from kvboost.kernels.triton.packed import packed_product
 
@@ -36,36 +37,33 @@ def packed_linear(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
     return torch_linear(x, weight, packing, bias)
 
 
-def _many_rows(x: Tensor, piece: native.Piece, packing: Packing) -> Tensor:
-    """On a CPU: pieces of the weight unpacked into the same memory, each multiplied before the next."""
-    step = max(1, min(piece.n, REUSED_BYTES // (packing.k * x.element_size())))
-    parts = []
-    for start in range(0, piece.n, step):
-        weight = piece.weight[start : start + step]
-        room = _room(weight.shape[0] * packing.k * x.element_size())
-        dense = native.unpack(weight, packing, x.dtype, out=room.view(x.dtype).view(-1, packing.k))
-        parts.append(linear(x, dense, None if piece.bias is None else piece.bias[start : start + step]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _room(nbytes: int) -> Tensor:
-    """Memory of this thread; what it held is overwritten."""
-    buffer: Tensor | None = getattr(_scratch, "buffer", None)
-    if buffer is None or buffer.nbytes < nbytes:
-        buffer = _scratch.buffer = torch.empty(max(nbytes, REUSED_BYTES), dtype=torch.uint8)
-    return buffer[:nbytes]
-
-
 def torch_linear(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> Tensor:
     """The same on any device, by unpacking a piece of the weight at a time into x's dtype."""
+    return _by_pieces(x, weight, packing, bias, UNPACKED_BYTES, unpacked)
+
+
+def _by_pieces(
+    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, nbytes: int,
+    unpack: Callable[[Tensor, Packing, torch.dtype], Tensor],
+) -> Tensor:  # fmt: skip
+    """Products with pieces of the weight of about `nbytes` once unpacked, each computed before the next is."""
     parts = []
 
     def piece(start: int, end: int) -> None:
-        dense = unpacked(weight[start:end], packing, x.dtype)
+        dense = unpack(weight[start:end], packing, x.dtype)
         parts.append(linear(x, dense, None if bias is None else bias[start:end]))
 
-    in_pieces(weight.shape[0], packing.k * x.element_size(), UNPACKED_BYTES, piece)
+    in_pieces(weight.shape[0], packing.k * x.element_size(), nbytes, piece)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _unpacked_again(weight: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """On a CPU: `unpacked` in memory of this thread, over what it held before."""
+    nbytes = weight.shape[0] * packing.k * dtype.itemsize
+    buffer: Tensor | None = getattr(_scratch, "buffer", None)
+    if buffer is None or buffer.nbytes < nbytes:
+        buffer = _scratch.buffer = torch.empty(max(nbytes, REUSED_BYTES), dtype=torch.uint8)
+    return native.unpack(weight, packing, dtype, out=buffer[:nbytes].view(dtype).view(-1, packing.k))
 
 
 def unpacked(weight: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from kvboost.cache.pages import zeroed_buffer
+from kvboost.cache.private import CACHE_VARIABLE, cache_path, is_private
 from kvboost.errors import ConfigError, ModelLoadError
 
 HEADER_BYTES = 4096
@@ -37,7 +38,6 @@ PIECE_BYTES = 8 << 20
 PROBE_BYTES = 64 << 20
 """Written and read to measure a drive."""
 
-CACHE_VARIABLE = "KVBOOST_CACHE_DIR"
 BUDGET = "weights_budget_gib"
 
 
@@ -47,8 +47,7 @@ def cache_directory() -> Path:
 
     Raises `ConfigError` when it cannot be made, or when others can write to it.
     """
-    root = os.environ.get(CACHE_VARIABLE) or os.environ.get("XDG_CACHE_HOME")
-    path = (Path(root).expanduser() if root else Path.home() / ".cache") / "kvboost" / "layers"
+    path = cache_path("layers")
     _make_private(path)
     return path
 
@@ -60,10 +59,10 @@ def _make_private(path: Path) -> None:
         )
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
+        private = is_private(path)
     except OSError as error:
         raise ConfigError(CACHE_VARIABLE, f"{path}: {error.strerror}. Give a directory that can be written.") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if not private:
         raise ConfigError(
             CACHE_VARIABLE,
             f"{path} belongs to or can be written by others. Run `chmod 700 {path}`, or give another directory.",

@@ -20,9 +20,8 @@ from kvboost.models.arena import Arena, Piece, in_order
 from kvboost.weights.gguf_reader import GGUFFile, TensorData, TensorInfo
 from kvboost.weights.gguf_tensors import fill_dense, fill_packed, packing_of, readable
 from kvboost.weights.gguf_types import FLOATS
-from kvboost.weights.modules import PackedEmbedding, PackedLinear
 from kvboost.weights.packing import Packing
-from kvboost.weights.replace import Place
+from kvboost.weights.replace import Place, packed_twin
 from kvboost.weights.skeleton import Slots, build_skeleton
 
 log = logging.getLogger("kvboost")
@@ -198,15 +197,8 @@ def _install(slots: Slots, entry: Entry, parameter: nn.Parameter, dtype: torch.d
     packing = entry.packing
     if packing is None:
         slots.put(entry.name, parameter)
-        return
-
-    def packed(module: nn.Module) -> nn.Module:
-        if isinstance(module, nn.Linear):
-            return PackedLinear(parameter, packing, module.bias)
-        scale = getattr(module, "scalar_embed_scale", None)
-        return PackedEmbedding(parameter, packing, dtype, None if scale is None else float(scale))
-
-    slots.replace(entry.name, packed)
+    else:
+        slots.replace(entry.name, lambda module: packed_twin(module, parameter, packing, dtype))
 
 
 def _report(file: GGUFFile, entries: list[Entry], dense: bool) -> None:

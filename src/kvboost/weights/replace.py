@@ -101,13 +101,18 @@ def put_packed(model: nn.Module, names: Sequence[str], rows: Tensor, packing: Pa
     for name in names:
         path = name.rpartition(".")[0]
         parent, _, leaf = path.rpartition(".")
-        old = model.get_submodule(path)
-        new: nn.Module
-        if isinstance(old, nn.Embedding):
-            new = PackedEmbedding(weight, packing, dtype, scale_of(old))
-        else:
-            new = PackedLinear(weight, packing, old._parameters.get("bias"))
-        setattr(model.get_submodule(parent), leaf, new.train(old.training))
+        new = packed_twin(model.get_submodule(path), weight, packing, dtype)
+        setattr(model.get_submodule(parent), leaf, new)
+
+
+def packed_twin(module: nn.Module, weight: nn.Parameter, packing: Packing, dtype: torch.dtype) -> nn.Module:
+    """What stands for a linear or a plain embedding whose weight is packed. dtype: of what an embedding looks up."""
+    new: nn.Module
+    if isinstance(module, nn.Embedding):
+        new = PackedEmbedding(weight, packing, dtype, scale_of(module))
+    else:
+        new = PackedLinear(weight, packing, module._parameters.get("bias"))
+    return new.train(module.training)
 
 
 def same_parameters(model: nn.Module) -> list[list[str]]:

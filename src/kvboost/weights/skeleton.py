@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvboost.errors import UnsupportedModel
+from kvboost.weights.replace import is_plain_table
 
 
 @torch.no_grad()
@@ -65,7 +66,7 @@ class Slots:
     def packable(self, name: str) -> bool:
         """Whether it is the weight of plain linears and embeddings only."""
         return all(
-            key == "weight" and (type(module) is nn.Linear or _plain_embedding(module))
+            key == "weight" and (type(module) is nn.Linear or is_plain_table(module))
             for _, _, module, key in self._holders[name]
         )
 
@@ -82,22 +83,6 @@ class Slots:
 def _present(parent: nn.Module, child: str, module: nn.Module) -> nn.Module:
     """What now stands in the place of `module`: a weight may be replaced before its bias is put in."""
     return parent._modules[child] or module if child else module
-
-
-def _plain_embedding(module: nn.Module) -> bool:
-    """A table without renormalisation, scaled at most (`scalar_embed_scale`, Gemma's)."""
-    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
-        return False
-    return type(module) is nn.Embedding or hasattr(module, "scalar_embed_scale")
-
-
-def put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Replace the parameter `name` by `tensor`, under its other names (a tied head) too."""
-    old, new = model.get_parameter(name), nn.Parameter(tensor, requires_grad=False)
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[key] = new
 
 
 def _unset(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:

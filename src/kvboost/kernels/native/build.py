@@ -10,11 +10,12 @@ import logging
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from hashlib import blake2b
 from pathlib import Path
+
+from kvboost.cache.private import cache_path, is_private
 
 log = logging.getLogger("kvboost")
 
@@ -53,9 +54,7 @@ def _compiler() -> tuple[str, str]:
 
 
 def _directory() -> Path:
-    root = os.environ.get("KVBOOST_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
-    base = Path(root) if root else Path.home() / ".cache"
-    directory = base / "kvboost" / "native"
+    directory = cache_path("native")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:
@@ -66,8 +65,7 @@ def _directory() -> Path:
 
 def _require_own(path: Path) -> None:
     """Code that others could have written is not loaded."""
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if not is_private(path):
         raise NativeUnavailable(
             f"{path} belongs to or can be written by others; set KVBOOST_CACHE_DIR to a private one"
         )

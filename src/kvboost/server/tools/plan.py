@@ -211,9 +211,9 @@ def _moved(schema: Any, place: str) -> Any:
 
 def _enforced(schema: Any, tools: Mapping[int, Mapping[str, Any]]) -> StructuredOutputsParams:
     """The grammar of a schema; what cannot be enforced is named by its place in the request."""
+    for i, tool in tools.items():  # alone first: its paths are those the client knows
+        _checked_schema(tool, i)
     try:
-        for i, tool in tools.items():  # alone first: its paths are those the client knows
-            _checked_schema(tool, i)
         return StructuredOutputsParams(json=schema)
     except InvalidRequest as error:
         raise ApiError(400, str(error), param=error.field, code="invalid_value") from error

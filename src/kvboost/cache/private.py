@@ -1,0 +1,21 @@
+"""Where this machine keeps what outlives a process: compiled kernels, streamed layers. Only this user may write there."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+CACHE_VARIABLE = "KVBOOST_CACHE_DIR"
+
+
+def cache_path(name: str) -> Path:
+    """`kvboost/name` in `$KVBOOST_CACHE_DIR`, else in `$XDG_CACHE_HOME`, else in `~/.cache`; not made yet."""
+    root = os.environ.get(CACHE_VARIABLE) or os.environ.get("XDG_CACHE_HOME")
+    return (Path(root).expanduser() if root else Path.home() / ".cache") / "kvboost" / name
+
+
+def is_private(path: Path) -> bool:
+    """Whether it belongs to this user and nobody else may write to it. Raises OSError when it is not there."""
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
