@@ -60,11 +60,14 @@ FILES = {"Q4_0": (Scheme.SYMMETRIC, 4, 32), "Q4_K": (Scheme.TWO_LEVEL, 4, 32), "
          "Q6_K": (Scheme.TWO_LEVEL_SIGNED, 6, 16), "Q8_0": (Scheme.SYMMETRIC, 8, 32), "fp8": (Scheme.FLOAT8, 8, 128)}  # fmt: skip
 """Scheme, bits and group of other formats, timed at one shape."""
 PACKED_TILES = {
-    8: [(64, 128, 2, 3), (64, 128, 2, 4), (64, 128, 2, 6), (32, 128, 1, 4), (32, 128, 1, 6), (128, 128, 4, 3),
-        (128, 128, 4, 4), (128, 128, 4, 6), (128, 128, 2, 4)],
-    16: [(64, 128, 2, 3), (64, 128, 2, 4), (32, 128, 1, 4), (64, 128, 4, 4), (128, 128, 4, 4)],
-    32: [(64, 128, 2, 3), (64, 128, 2, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4), (256, 128, 8, 3)],
-    64: [(64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 4, 3), (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4)],
+    8: [(32, 128, 1, 5), (32, 256, 1, 3), (32, 256, 1, 5), (32, 512, 1, 2), (32, 512, 1, 3), (32, 1024, 1, 2),
+        (64, 128, 2, 4), (64, 256, 2, 3), (64, 256, 2, 4), (64, 512, 2, 2), (64, 512, 2, 3), (128, 256, 4, 3),
+        (128, 512, 4, 2)],
+    16: [(32, 256, 1, 3), (32, 256, 1, 4), (32, 512, 1, 2), (64, 128, 2, 4), (64, 256, 2, 3), (64, 512, 2, 2),
+         (128, 256, 4, 3), (128, 512, 4, 2)],
+    32: [(64, 128, 2, 4), (64, 256, 2, 3), (64, 256, 4, 3), (128, 128, 4, 3), (128, 256, 4, 3), (128, 256, 8, 3)],
+    64: [(64, 128, 4, 3), (64, 256, 4, 3), (128, 64, 4, 4), (128, 128, 4, 3), (128, 256, 4, 2), (128, 128, 8, 3),
+         (128, 256, 8, 3)],
 }  # fmt: skip
 """Weight rows, weights of a row, warps and stages to try, by padded rows of x."""
 
@@ -85,9 +88,10 @@ class Bench:
         self.copy_gb_per_s = self.measure_copy()
 
     def measure_copy(self) -> float:
+        """Not in a graph: there a copy engine copies, at two thirds of the speed of a kernel."""
         source = torch.randn(2**30, device=DEVICE).view(torch.uint8)  # 4 GiB
         target = torch.empty_like(source)
-        us = time_us(lambda i: target.copy_(source), 1)
+        us = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median") * 1e3
         self.rows.append(Row("copy of 4 GiB", us, 2 * source.nbytes / us / 1e3, note="bytes read and written"))
         return 2 * source.nbytes / us / 1e3
 

@@ -18,6 +18,8 @@ import statistics
 import sys
 import threading
 import time
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 GIB = 1 << 30
 CONTEXT = 4096
-
-SHAPE = {
-    "vocab_size": 152_064, "hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 64,
-    "num_attention_heads": 40, "num_key_value_heads": 8, "rope_theta": 1e6, "max_position_embeddings": 32_768,
-    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+STEP_TOKENS = 1024
+"""Of a long prompt in one sweep. With more there is less memory for layers that stay."""
+SHAPE = "qwen2.5-32b"
+TOKENS = 9
+"""In a measured answer: whole sweeps at one speed, so few are enough."""
 
 
 class Ballast:
@@ -69,52 +70,16 @@ class Peak:
         self._thread.start()
 
     def _watch(self) -> None:
-        memory = (ctypes.c_ulonglong * 3)()  # total, free, used
+        memory = (ctypes.c_ulonglong * 5)()  # version, total, reserved by the system, free, used
         while not self._stop.wait(0.005):
-            require(self._nvml.nvmlDeviceGetMemoryInfo(self._handle, memory))
-            self.bytes = max(self.bytes, memory[2] - self._ballast)
+            memory[0] = ctypes.sizeof(memory) | 2 << 24
+            require(self._nvml.nvmlDeviceGetMemoryInfo_v2(self._handle, memory))
+            self.bytes = max(self.bytes, memory[4] - self._ballast)
 
     def end(self) -> int:
         self._stop.set()
         self._thread.join()
         return self.bytes
-
-
-def loader(place: Any, device: str = "cuda") -> Any:
-    """The model, its parameters where `place` says; with random values where there is memory."""
-    import torch
-    from transformers import Qwen2Config
-
-    from kvboost.weights.packing import Packing, Scheme
-    from kvboost.weights.replace import linears, put_packed
-    from kvboost.weights.skeleton import build_skeleton
-
-    model = build_skeleton(Qwen2Config(**SHAPE), torch.float16, torch.device(device))
-    patterns: dict[Packing, torch.Tensor] = {}
-    packed = set()
-    for name, linear in list(linears(model)):
-        if ".layers." not in name:
-            continue
-        n, k = linear.weight.shape
-        packing = Packing(Scheme.ZEROS, 4, k, 128)
-        weight = place(f"{name}.weight", (n, packing.row_bytes), torch.uint8)
-        if not weight.is_meta:
-            if packing not in patterns:
-                codes = torch.randint(0, 16, (256, k), dtype=torch.uint8)
-                scales = torch.full((256, packing.groups), 0.2 / k**0.5, dtype=torch.float16)
-                patterns[packing] = packing.pack(codes, scales, torch.full((256, packing.groups), 8, dtype=torch.uint8))
-            weight.view(-1, 256, packing.row_bytes).copy_(patterns[packing])
-        put_packed(model, [f"{name}.weight"], weight, packing, torch.float16)
-        packed.add(f"{name}.weight")
-    for name, parameter in list(model.named_parameters()):
-        if name in packed:
-            continue
-        value = place(name, tuple(parameter.shape), parameter.dtype)
-        if not value.is_meta:
-            value.fill_(1.0) if "norm" in name else value.zero_() if name.endswith("bias") else value.normal_(0, 0.02)
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
-    return model
 
 
 class Pace:
@@ -144,27 +109,29 @@ class Pace:
         CopyFeed._copy = copy  # type: ignore[method-assign]
 
 
-def measure(model: Any, link: float) -> list[dict[str, Any]]:
+def measure(model: Any, link: float, full: bool) -> list[dict[str, Any]]:
+    """full: with a long context, too."""
     from kvboost import KVBoost
+    from kvboost.bench.shapes import SHAPES
     from kvboost.weights.streamer import streamer_of
 
     rng = random.Random(0)
     streamer = streamer_of(model)
     assert streamer is not None
     rows: list[dict[str, Any]] = []
-    with KVBoost.from_model(model, max_model_len=CONTEXT) as kv:
+    with KVBoost.from_model(model, max_model_len=CONTEXT, max_num_batched_tokens=STEP_TOKENS) as kv:
 
         def run(context: int, batch: int, tokens: int) -> list[Any]:
-            prompts = [[rng.randrange(10, SHAPE["vocab_size"]) for _ in range(context)] for _ in range(batch)]
+            prompts = [[rng.randrange(10, SHAPES[SHAPE]["vocab_size"]) for _ in range(context)] for _ in range(batch)]
             return list(kv.generate(prompts, max_new_tokens=tokens, temperature=0, ignore_eos=True))
 
-        for context, batch in ((64, 1), (CONTEXT - 40, 1), (64, 32)):
+        for context, batch in ((64, 1), (64, 32), (CONTEXT - 40, 1))[: 3 if full else 2]:
             run(context, batch, 4)  # plain, then captured
-            tpot = statistics.median(r.tpot_ms for r in run(context, batch, 32)) / 1e3
+            tpot = statistics.median(r.tpot_ms for r in run(context, batch, TOKENS)) / 1e3
             rate = streamer.plan.sweep_bytes / tpot
             rows.append({"case": f"decode, context {context}, {batch} sequences", "tokens_per_s": batch / tpot,
                          "link_gb_per_s": rate / 1e9, "of_link": rate / link})  # fmt: skip
-        times = [run(1000, 1, 1)[0].ttft_ms for _ in range(4)][1:]
+        times = [run(1000, 1, 1)[0].ttft_ms for _ in range(3)][1:]
         rows.append({"case": "first token, 1,000 new tokens", "ms": statistics.median(times)})
         rows.append({"case": "KV", "tokens": kv.stats().blocks_total * kv.built.layout.block_size})
     return rows
@@ -181,6 +148,7 @@ def main() -> None:
 
     import torch
 
+    from kvboost.bench.packed_model import packed_model
     from kvboost.config import EngineConfig
     from kvboost.weights.store import measure_bus
     from kvboost.weights.streamer import streamer_of
@@ -189,28 +157,30 @@ def main() -> None:
     device = torch.device("cuda", 0)
     bus = measure_bus(device)
     torch.cuda.empty_cache()
+    pace = Pace(bus)
     free, total = torch.cuda.mem_get_info(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, free / total))
-    budget = (free - GIB // 10) / GIB
+    budget = (free - GIB // 10) / GIB  # the rest for kernels, which the driver loads as they are first used
     print(
         f"{torch.cuda.get_device_name()}, {options.card_gib} GiB of it, {free / GIB:.2f} GiB free; bus {bus / 1e9:.1f} GB/s"
     )
-    pace = Pace(bus)
     began = time.perf_counter()
-    config = EngineConfig(vram_budget_gib=budget, max_model_len=CONTEXT)
-    model = load_in_parts(loader, lambda parts: "random weights", config, device)
+    config = EngineConfig(vram_budget_gib=budget, max_model_len=CONTEXT, max_num_batched_tokens=STEP_TOKENS)
+    model = load_in_parts(partial(packed_model, SHAPE), lambda parts: "random weights", config, device)
     torch.cuda.synchronize()
     load_s = time.perf_counter() - began
     streamer = streamer_of(model)
     if streamer is None:
         sys.exit("the model fits: nothing is streamed. Lower --card-gib.")
     print(streamer.plan.describe(), f"loaded in {load_s:.1f} s", sep="\n")
-    report: dict[str, Any] = {"card_gib": options.card_gib, "bus_gb_per_s": bus / 1e9, "load_s": load_s,
+    report: dict[str, Any] = {"shape": SHAPE, "weights": "random int4, groups of 128", "date": date.today().isoformat(),
+                              "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                              "command": " ".join(["python", *sys.argv]), "card_gib": options.card_gib, "bus_gb_per_s": bus / 1e9, "load_s": load_s,
                               "plan": streamer.plan.describe(), "links": {}}  # fmt: skip
     for speed in (None, *options.pace):
         pace.bytes_per_s = None if speed is None else speed * 1e9
         link = bus if speed is None else speed * 1e9
-        report["links"][f"{link / 1e9:.1f} GB/s"] = rows = measure(model, link)
+        report["links"][f"{link / 1e9:.1f} GB/s"] = rows = measure(model, link, speed is None)
         print(f"link of {link / 1e9:.1f} GB/s")
         for row in rows:
             print("   ", ", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))

@@ -68,7 +68,8 @@ def unpacked_exactly(out: Tensor, rows: Tensor, packing: Packing) -> None:
         exact = packing.dense(rows)
         a, b = (part.repeat_interleave(packing.group, dim=1).abs() for part in packing.affine(rows))
         parts = a * packing.codes(rows).float() + b
-        allowed = parts * 2.0**-23 + exact.abs() * torch.finfo(out.dtype).eps
+        info = torch.finfo(out.dtype)
+        allowed = parts * 2.0**-23 + exact.abs() * info.eps + info.smallest_normal * info.eps
         assert ((out.float() - exact).abs() <= allowed).all()
     else:
         assert torch.equal(out, reference)

@@ -361,7 +361,7 @@ def test_a_whole_run_reports_what_is_needed_to_judge(
     }
     assert made.measured.agreement["kvboost"].startswith("6 of 6")
     assert made.versions["torch"] and made.hardware["cpu"] and made.limits and made.seconds > 0
-    slots = memory(Setup("tiny", ("kvboost",)), 4, 20, 40, 8)
+    slots = memory(Setup("tiny", ("kvboost",)), 4, 20, 40, 64)
     assert slots.measured.rows[0].case == "4 running"
 
 

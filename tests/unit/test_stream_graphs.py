@@ -101,7 +101,8 @@ class Rig:
         )
         monkeypatch.setattr(gpu_feeds, "torch", SimpleNamespace(cuda=cuda))
         plan = StreamPlan(Demand((1,) * layers, 0), 0, tuple(range(layers)), slots, "RAM", 1.0)
-        arena: Any = SimpleNamespace(pinned=True, layer=lambda layer: layer, close=lambda: None)
+        monkeypatch.setattr(gpu_feeds, "readable_in_place", lambda _: True)
+        arena: Any = SimpleNamespace(pinned=True, on_gpu=lambda layer, _: layer, close=lambda: None)
         memory = [torch.zeros(1, dtype=torch.uint8) for _ in range(slots)]
 
         class Feed(CopyFeed):

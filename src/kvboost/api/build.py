@@ -190,6 +190,8 @@ def _num_blocks(
         budget = streamer.budget.nbytes if streamer is not None else (config.vram_budget_gib or 0) * GIB
         if budget:
             available = min(int(budget) - torch.cuda.memory_reserved(device), free) - workspace
+            if streamer is not None:  # KV was set aside; of the spare memory the driver holds a part by now
+                available = max(available, min(streamer.budget.kv_bytes, free - workspace + GPU_SPARE_BYTES))
             field, remedy = "vram_budget_gib", "Raise it, or lower max_num_batched_tokens or max_num_seqs"
     else:
         available = min(CPU_DEFAULT_KV_BYTES, int(free_ram_bytes() * CPU_SHARE_OF_FREE_MEMORY))

@@ -23,14 +23,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvboost
 from kvboost import KVBoost
+from kvboost.bench.packed_model import packed_model
 from kvboost.bench.shapes import SHAPES, config_of
 
 GB = 1e9
+DECODE = ((1024, 1), (1024, 16), (1024, 64), (1024, 256), (8192, 1), (8192, 32))
+"""Tokens of context, and sequences."""
 Row = dict[str, Any]
 
 
-def build(shape: str) -> PreTrainedModel:
-    """A model of that shape on the GPU, random bf16 weights."""
+def build(shape: str, weights: str = "bf16") -> PreTrainedModel:
+    """A model of that shape on the GPU, random weights: bf16, or 4 bits in groups of 128."""
+    if weights == "int4":
+        return packed_model(shape, dtype=torch.bfloat16).eval()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -153,10 +158,10 @@ def static_batches(model: PreTrainedModel, prompts: Sequence[Sequence[int]], tok
             "output_tokens_per_s": len(prompts) * tokens / seconds, "seconds": seconds}  # fmt: skip
 
 
-def run(shape: str, quick: bool, with_throughput: bool) -> dict[str, Any]:
-    model = build(shape)
+def run(shape: str, weights: str, quick: bool, decode_only: bool, with_throughput: bool) -> dict[str, Any]:
+    model = build(shape, weights)
     bandwidth = copy_bandwidth()
-    contexts = (1024, 4096, 8192) if quick else (1024, 4096, 8192, 32_768)
+    contexts = () if decode_only else (1024, 4096, 8192) if quick else (1024, 4096, 8192, 32_768)
     cold = transformers_cold(model, contexts)
     rng = random.Random(1)
     prompts = [[rng.randrange(10, 1000) for _ in range(512)] for _ in range(128)]
@@ -165,7 +170,7 @@ def run(shape: str, quick: bool, with_throughput: bool) -> dict[str, Any]:
     began = time.perf_counter()
     bench = Bench(model, bandwidth, cold, max_model_len=34_816 if not quick else 10_240)
     report: dict[str, Any] = {
-        "shape": shape, "weights": "random bf16", "date": date.today().isoformat(), "device": torch.cuda.get_device_name(),
+        "shape": shape, "weights": f"random {weights}", "date": date.today().isoformat(), "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "transformers": __import__("transformers").__version__, "kvboost": kvboost.__version__,
         "command": "python -m kvboost.bench.gpu " + " ".join(sys.argv[1:]), "copy_gb_per_s": bandwidth / GB,
         "attention": bench.kv.attention_backend, "build_s": time.perf_counter() - began, "rows": [],
@@ -180,10 +185,8 @@ def run(shape: str, quick: bool, with_throughput: bool) -> dict[str, Any]:
         report["rows"].append(row)
         print("  ".join(f"{k} {v:,.2f}" if isinstance(v, float) else f"{v}" for k, v in row.items()), flush=True)
 
-    for batch in (1, 16, 64, 256):
-        add(bench.decode(1024, batch))
-    for batch in (1, 32):
-        add(bench.decode(8192, batch))
+    for context, batch in DECODE[: 3 if decode_only else None]:
+        add(bench.decode(context, batch))
     for context in contexts:
         add(bench.first_token(context))
     if with_throughput:
@@ -199,11 +202,15 @@ def run(shape: str, quick: bool, with_throughput: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b")
+    parser.add_argument(
+        "--weights", choices=["bf16", "int4"], default="bf16", help="int4: groups of 128, as AWQ has them"
+    )
+    parser.add_argument("--decode-only", action="store_true", help="no first tokens, and no more than 64 sequences")
     parser.add_argument("--quick", action="store_true", help="no 32k context")
     parser.add_argument("--throughput", action="store_true", help="also 512 requests at once")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    report = run(options.shape, options.quick, options.throughput)
+    report = run(options.shape, options.weights, options.quick, options.decode_only, options.throughput)
     print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -19,6 +19,7 @@ from kvboost.bench.agreement import count_agreement
 from kvboost.bench.engines.base import Answer, BenchEngine
 from kvboost.bench.report import Measured, Ratio, Row, Value
 from kvboost.bench.workloads import Chat, Frame, PrefixWorkload, message
+from kvboost.errors import KVBoostError
 
 if TYPE_CHECKING:
     from kvboost.bench.engines.kvboost import KVBoostEngine
@@ -272,6 +273,8 @@ def measure_memory(engine: KVBoostEngine, prompts: list[list[int]], max_new_toke
         raise failure[0]
     most = max(running for running, _, _ in samples)
     full = [(allocated, used) for running, allocated, used in samples if running == most and allocated]
+    if not full:
+        raise KVBoostError("the run was over before its memory was looked at. Ask for more output tokens.")
     shares = [used / allocated for allocated, used in full]
     mean_used = statistics.mean(used for _, used in full)
     size = engine.slot_bytes

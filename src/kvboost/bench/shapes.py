@@ -11,6 +11,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944,
         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "rope_theta": 1e6,
     },
+    "qwen2.5-32b": {
+        "model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 5120, "intermediate_size": 27_648,
+        "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "rope_theta": 1e6,
+    },
     "llama-3.1-8b": {
         "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 5e5,

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from kvboost.errors import ConfigError, ModelLoadError
+from kvboost.models.arena import Arena, Piece, in_order
 from kvboost.models.gguf import lent
 from kvboost.models.gguf_config import amend
 from kvboost.models.limits import refuse_unsupported
@@ -102,8 +103,30 @@ def load_model(
     model = load_placed(source, config, chosen, device, weights)
     if model is not None:
         return model
-    model = _load_dense(source, config, chosen, device)
-    return round_model(model, weights) if weights in KINDS else model
+    if weights in KINDS:
+        return round_model(_load_dense(source, config, chosen, device), weights)
+    if device.type == "cpu" and source.gguf is None:
+        model = _load_into_arena(source, config, chosen)
+    return _load_dense(source, config, chosen, device) if model is None else model
+
+
+def _load_into_arena(source: Source, config: Any, dtype: str | torch.dtype) -> PreTrainedModel | None:
+    """A CPU model read straight to where its weights stay: no more than them is taken. None when Transformers has to load
+    it, or has to say what is wrong with it."""
+    pieces: list[Piece] = []
+
+    def measure(name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        pieces.append(Piece(name, shape, kind))
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    cpu = torch.device("cpu")
+    try:
+        if load_placed(source, config, dtype, cpu, place=measure) is None:
+            return None
+        arena = Arena(in_order(pieces))
+        return load_placed(source, config, dtype, cpu, place=lambda name, *_: arena.place(name))
+    except ModelLoadError:
+        return None
 
 
 def load_plain(source: Source) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvboost.weights.feeds import Desk, Job, Read, ThreadFeed
-from kvboost.weights.store import HostArena
+from kvboost.weights.store import HostArena, readable_in_place
 
 RING_BUFFERS = 2
 """Of pinned RAM between a drive and a GPU: one is read into while the other is copied from."""
@@ -21,12 +21,18 @@ class CopyFeed:
 
     The host never waits, and a sweep can be captured in a CUDA graph: `settle` before the capture, so that nothing of
     before is waited for inside, and again at its end, where all that was begun inside must be joined.
+
+    Layers are copied from where the GPU itself sees them: torch does not know that the arena is pinned, and refuses to
+    capture a copy from what it takes for ordinary memory.
     """
 
     def __init__(self, arena: HostArena, slots: Sequence[Tensor], sizes: Sequence[int]) -> None:
         self.stall_s, self.loaded_bytes = 0.0, 0
-        self._arena, self._slots, self._sizes = arena, slots, tuple(sizes)
+        self._slots, self._sizes = slots, tuple(sizes)
         self._device = slots[0].device
+        self._seen_by_gpu = arena.pinned and readable_in_place(self._device)
+        places = range(len(self._sizes))
+        self._sources = [arena.on_gpu(i, self._device) if self._seen_by_gpu else arena.layer(i) for i in places]
         self._stream = torch.cuda.Stream(self._device)
         self._ready: list[torch.cuda.Event | None] = [None] * len(slots)
         self._free: list[torch.cuda.Event | None] = [None] * len(slots)
@@ -34,7 +40,7 @@ class CopyFeed:
 
     @property
     def capturable(self) -> bool:
-        return self._arena.pinned
+        return self._seen_by_gpu
 
     @property
     def capturing(self) -> bool:
@@ -45,7 +51,7 @@ class CopyFeed:
         self.loaded_bytes += size
         self._stream.wait_event(self._free[slot] or self._here())
         with torch.cuda.stream(self._stream):
-            self._copy(self._slots[slot][:size], self._arena.layer(layer))
+            self._copy(self._slots[slot][:size], self._sources[layer])
         self._ready[slot] = self._stream.record_event()
 
     def _copy(self, target: Tensor, source: Tensor) -> None:

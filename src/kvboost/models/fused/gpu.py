@@ -21,6 +21,12 @@ class GpuOps:
         parts = [_piece(x, piece) for piece in product.pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def linear_add(self, x: Tensor, product: Product, total: Tensor) -> Tensor:
+        weight, bias, packing = product.pieces[0]
+        if len(product.pieces) > 1 or bias is not None or packing is not None or _by_us(x, weight):
+            return total.add_(self.linear(x, product))
+        return torch.addmm(total, x, weight.T, out=total)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor | None = None) -> Tensor:
         return rms_norm(x, weight, eps, weight_offset=offset, round_first=offset == 0.0, out=out)
 
@@ -43,6 +49,10 @@ def _piece(x: Tensor, piece: Piece) -> Tensor:
     weight, bias, packing = piece
     if packing is not None:
         return packed_linear(x, weight, packing, bias)
-    if x.shape[0] <= MAX_ROWS and (weight.shape[0], weight.shape[1]) in MEASURED:
+    if _by_us(x, weight):
         return skinny_linear(x, weight, bias)
     return linear(x, weight, bias)
+
+
+def _by_us(x: Tensor, weight: Tensor) -> bool:
+    return x.shape[0] <= MAX_ROWS and (weight.shape[0], weight.shape[1]) in MEASURED

@@ -37,6 +37,11 @@ class Ops(Protocol):
         """`x[rows, k]` times the weights, `[rows, n]`."""
         ...
 
+    def linear_add(self, x: Tensor, product: Product, total: Tensor) -> Tensor:
+        """`total[rows, n]` plus `linear(x, product)`, in the memory of `total`. Where one call of cuBLAS does both, the
+        product is not rounded before it is added."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor | None = None) -> Tensor:
         """Each of `x[rows, groups, n]` normalised over n, times `weight[n] + offset`; `out` may be x."""
         ...

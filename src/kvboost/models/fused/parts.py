@@ -142,7 +142,14 @@ class Mlp:
         return Mlp(Linear(first, held), Linear([down], held), activation)  # type: ignore[arg-type, list-item]
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
-        return self.down(ops, ops.gate(self.gate_up(ops, x), self.activation))
+        return self.down(ops, self._inner(ops, x))
+
+    def add_to(self, ops: Ops, total: Tensor, x: Tensor) -> Tensor:
+        """`total` plus what a call gives, in the memory of `total`."""
+        return ops.linear_add(self._inner(ops, x), self.down.product, total)
+
+    def _inner(self, ops: Ops, x: Tensor) -> Tensor:
+        return ops.gate(self.gate_up(ops, x), self.activation)
 
 
 class Attention:
@@ -201,7 +208,7 @@ class Layer:
         attended = self.attention(ops, step, self.before(ops, x), rotary)
         norm = self.between
         total, normed = ops.add_rms_norm(x, attended, norm.weight, norm.eps, norm.offset)
-        return total.add_(self.mlp(ops, normed))
+        return self.mlp.add_to(ops, total, normed)
 
 
 def _joined(parameters: Sequence[Any]) -> Tensor:
