@@ -67,6 +67,9 @@ class FreeRunner:
         self._rows = torch.full((1, len(SPECIAL) + 256), -10.0).repeat(512, 1)
         self._rows[:, SPECIAL.index("<|end|>") + 40] = 10.0
 
+    def take_memory_ahead(self, num_touched: int) -> bool:
+        return False
+
     def run(self, plan: StepPlan) -> StepLogits:
         sampled = [work.request for work in plan.work if work.sample]
         return StepLogits(sampled, self._rows[: len(sampled)], [])

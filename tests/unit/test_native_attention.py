@@ -104,6 +104,16 @@ def test_any_mix_of_sequences_and_options(seed: int) -> None:
     assert_near(*both(pieces, shape, heads * group, random.choice([8, 16, 32]), dtype, **options))
 
 
+@pytest.mark.parametrize("window", [None, 1, 37, 64, 300, 700])
+@pytest.mark.parametrize(("start", "count"), [(0, 9), (0, 64), (3, 40), (900, 33), (613, 150)])
+def test_prompts_of_heads_that_fit_matrix_units(start: int, count: int, window: int | None) -> None:
+    """In bf16, where the processor has them; in pieces, as one tile of rows has too little work for two threads."""
+    torch.set_num_threads(2)
+    for shape, q_heads, block_size in ((LayerShape(1, 64, 1, 64), 3, 16), (LayerShape(2, 96, 2, 32), 2, 32)):
+        options = {"sliding_window": window, "softcap": 30.0 if count == 40 else None}
+        assert_near(*both([(start, count)], shape, q_heads, block_size, torch.bfloat16, **options))
+
+
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 129, 5000])
 def test_decode_at_every_kind_of_length(length: int) -> None:
     torch.set_num_threads(2)
@@ -116,13 +126,15 @@ def test_a_large_batch_of_unequal_lengths() -> None:
     assert_near(*both(pieces, LayerShape(2, 64, 2, 64), 4))
 
 
-def test_slots_beyond_a_sequence_are_never_read() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [5, 21])
+def test_slots_beyond_a_sequence_are_never_read(count: int, dtype: torch.dtype) -> None:
     """NaN left in the unused slots of a block, or in other blocks, reaches no one."""
-    layout = SlabLayout((LayerShape(1, 16, 1, 16),), 16, "x", 4)
-    pool = KVPool(layout, 4, torch.float32, torch.device("cpu"))
+    layout = SlabLayout((LayerShape(1, 32, 1, 32),), 16, "x", dtype.itemsize)
+    pool = KVPool(layout, 4, dtype, torch.device("cpu"))
     pool.slabs.fill_(float("nan"))
-    tokens = torch.randn(1, 1, 5, 16)
-    out = NativeStep(pool, [Span(0, 5, [2])], {5: 0}).attend(MODULE, tokens, tokens, tokens)  # type: ignore[arg-type]
+    tokens = torch.randn(1, 1, count, 32).to(dtype)
+    out = NativeStep(pool, [Span(0, count, [2, 0])], {5: 0}).attend(MODULE, tokens, tokens, tokens)  # type: ignore[arg-type]
     assert torch.isfinite(out).all()
 
 

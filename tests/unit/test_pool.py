@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from kvboost.cache.blocks import BlockPool
 from kvboost.cache.layout import LayerShape, SlabLayout
 from kvboost.cache.pool import KVPool
 
@@ -67,3 +69,25 @@ def test_fingerprints_differ_where_bytes_would() -> None:
         SlabLayout(LAYOUT.layers[::-1], 4, "float32", 4),
     ]
     assert len({LAYOUT.fingerprint, *(o.fingerprint for o in others)}) == 4
+
+
+def test_memory_is_taken_ahead_of_the_blocks_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many bytes, never more than there are, and nothing that was written is touched."""
+    monkeypatch.setattr("kvboost.cache.pool.AHEAD_BYTES", 3 * LAYOUT.slab_bytes)
+    memory = pool(8)
+    memory.slabs[:2] = 7.0
+    assert [memory.take_ahead(2) for _ in range(4)] == [True, True, True, False]
+    assert not memory.take_ahead(1)
+    assert [memory.take_ahead(4) for _ in range(3)] == [True, True, False]
+    assert [memory.take_ahead(5) for _ in range(2)] == [True, False]
+    assert not memory.take_ahead(8)
+    assert (memory.slabs[:2] == 7.0).all() and not memory.slabs[2:].any()
+
+
+def test_blocks_are_touched_in_order_and_those_with_memory_come_first() -> None:
+    blocks = BlockPool(8)
+    assert blocks.num_touched == 0
+    taken = [blocks.allocate() for _ in range(3)]
+    assert taken == [0, 1, 2] and blocks.num_touched == 3
+    blocks.release(taken)
+    assert blocks.allocate() < 3 and blocks.num_touched == 3

@@ -27,6 +27,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.index = PrefixIndex(num_blocks)
         self.num_free = 0
+        self.num_touched = 0
+        """Blocks from this one on were never taken."""
         self._share = share
         self._refs = array("i", [0]) * num_blocks
         self._prev = array("i", [NIL]) * num_blocks
@@ -48,6 +50,8 @@ class BlockPool:
         self._unlink(block)
         self.index.remove(block)
         self._refs[block] = 1
+        if block >= self.num_touched:
+            self.num_touched = block + 1
         return block
 
     def retain(self, blocks: Iterable[int]) -> None:

@@ -202,8 +202,10 @@ class Engine:
 
     def _turn(self) -> bool:
         """Take what arrived, run commands, run one step. False when the engine is closing."""
+        if self._idle() and self._runner.take_memory_ahead(self._scheduler.pool.num_touched):
+            return True
         with self._changed:
-            while not (self._inbox.requests or self._inbox.commands or self._closing or self._scheduler.has_work()):
+            while self._idle():
                 release_team()  # whoever computes next, another thread perhaps, has the cores to itself
                 self._changed.wait()
             if self._closing:
@@ -224,6 +226,9 @@ class Engine:
         self._note_waiting()
         self._notify()
         return True
+
+    def _idle(self) -> bool:
+        return not (self._inbox.requests or self._inbox.commands or self._closing or self._scheduler.has_work())
 
     def _notify(self) -> None:
         for listener in self._listeners:

@@ -102,6 +102,10 @@ class Runner:
             # In plan order: a twin reads blocks that an earlier sequence of this step has just written.
             return _merge([self._run_alone(w) for w in work])
 
+    def take_memory_ahead(self, num_touched: int) -> bool:
+        """See `KVPool.take_ahead`; called while there is nothing else to do."""
+        return self._pool.take_ahead(num_touched)
+
     def warm_up(self, max_num_seqs: int) -> int:
         """Do ahead of time what is done once per shape of step; returns the number of shapes."""
         return 0

@@ -2,13 +2,16 @@
 //
 // One task is (sequence, KV head, tile of query rows, piece of the keys). A query row is (token, head of the group). The
 // keys of a task go by in tiles of 64; the running maximum and sum per row follow the online softmax (Milakov and
-// Gimelshein 2018), and pieces of one tile of rows are merged by their log-sum-exp. Two ways to compute a tile:
-// attention_few.h (decode: head dims across vector lanes) and attention_many.h (prefill: query rows across lanes).
+// Gimelshein 2018), and pieces of one tile of rows are merged by their log-sum-exp. Three ways to compute a tile:
+// attention_few.h (decode: head dims across vector lanes), attention_many.h (prefill: query rows across lanes) and
+// attention_amx.h (the same in bf16, by matrix units).
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
+#include "attention_amx.h"
 #include "attention_few.h"
 #include "attention_many.h"
 #include "attention_task.h"
@@ -19,10 +22,12 @@ namespace kvb {
 constexpr int MIN_PIECE = 256;  // keys; smaller pieces cost more in merging than they gain
 
 template <typename T> void run_rows(const Call<T>& call, const Task& task, Scratch& scratch) {
-    if (task.rows <= FEW_ROWS)
-        few_rows(call, task, scratch);
-    else
-        many_rows(call, task, scratch);
+    if (task.rows <= FEW_ROWS) return few_rows(call, task, scratch);
+#ifdef KVB_TILES
+    if constexpr (std::is_same_v<T, bf16>)
+        if (in_tiles<T>(call.shape)) return many_rows<AmxTiles>(call, task, scratch);
+#endif
+    many_rows<VectorTiles>(call, task, scratch);
 }
 
 // One finished row: `column` is its output, not yet divided by `total`.
@@ -125,8 +130,14 @@ struct Plan {
 template <typename T> void attention(const Call<T>& call, Plan& plan) {
     Scratch scratch(call.shape);
     const int64_t count = plan.tasks.size();
+#ifdef KVB_TILES
+    if (in_tiles<T>(call.shape)) use_tiles();
+#endif
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; ++i) run(call, plan.tasks[i], scratch, plan.partials.data());
+#ifdef KVB_TILES
+    if (in_tiles<T>(call.shape)) _tile_release();
+#endif
     if (plan.partials.empty()) return;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; ++i)

@@ -71,19 +71,20 @@ inline ivec sees(ivec position, int key, int window) {
     return seen;
 }
 
-// Scores to weights, in place, with the running maximum and sum; `scale` is the factor for what was summed before.
+// Scores, times `factor`, to weights, in place, with the running maximum and sum; `scale` is the factor for what was summed before.
 template <int V>
-void many_softmax(float* scores, int at, int n, const ivec* position, const Options& options, bool all_seen, vec* peak,
-                  vec* total, vec* scale) {
+void many_softmax(float* scores, int at, int n, const ivec* position, const Options& options, float factor,
+                  bool all_seen, vec* peak, vec* total, vec* scale) {
+    const bool changed = factor != 1 || options.softcap != 0 || !all_seen;
     vec top[V];
     for (int v = 0; v < V; ++v) top[v] = peak[v];
     for (int j = 0; j < n; ++j)
         for (int v = 0; v < V; ++v) {
             float* place = scores + (j * V + v) * LANES;
-            vec s = load(place);
+            vec s = load(place) * factor;
             if (options.softcap != 0) s = tanh(s / options.softcap) * options.softcap;
             if (!all_seen) s = select(sees(position[v], at + j, options.window), s, splat(NONE));
-            if (options.softcap != 0 || !all_seen) store(place, s);
+            if (changed) store(place, s);
             top[v] = vmax(s, top[v]);
         }
     for (int v = 0; v < V; ++v) {
@@ -101,38 +102,61 @@ void many_softmax(float* scores, int at, int n, const ivec* position, const Opti
         }
 }
 
-template <int V, typename T> void many_rows_of(const Call<T>& call, const Task& task, Scratch& scratch) {
-    const int dim = call.shape.dim, v_dim = call.shape.v_dim;
-    const Range range(call, task);
+// The products of a task, in fp32 by vectors. Another class with these members computes them otherwise.
+template <int V, typename T> struct VectorTiles {
+    static constexpr int ALIGNMENT = 1;     // of the first key of a tile
+    static constexpr bool SCALED = true;    // the query is scaled before, not the scores
+    const Call<T>& call;
+    const Task& task;
+    Scratch& scratch;
+
+    void load_query() {
+        const int dim = call.shape.dim;
+        for (int r = 0; r < V * LANES; ++r) {
+            const T* q = call.query_row(task, std::min(r, task.rows - 1));  // spare lanes repeat the last row
+            for (int d = 0; d < dim; ++d)
+                scratch.query[(d * V + r / LANES) * LANES + r % LANES] = widen(q[d]) * call.options.scaling;
+        }
+    }
+    void scores(int at, int n) {
+        const int dim = call.shape.dim;
+        const float* rows[KEYS];
+        for (int j = 0; j < n; ++j) {
+            rows[j] = as_float(call.key(task, at + j), scratch.rows + j * dim, dim);
+            prefetch(call.value(task, at + j), call.shape.v_dim * sizeof(T));
+        }
+        many_scores<V>(scratch.query, rows, n, dim, scratch.scores);
+    }
+    // `to`: where the keys end.
+    void values(int at, int n, int to, const vec* scale) {
+        const int v_dim = call.shape.v_dim;
+        const float* rows[KEYS];
+        for (int j = 0; j < n; ++j) {
+            rows[j] = as_float(call.value(task, at + j), scratch.rows + j * v_dim, v_dim);
+            if (at + n + j < to) prefetch(call.key(task, at + n + j), call.shape.dim * sizeof(T));
+        }
+        many_values<V>(scratch.scores, rows, n, v_dim, scale, scratch.out);
+    }
+};
+
+template <int V, typename T, typename Tiles> void many_rows_of(const Call<T>& call, const Task& task, Scratch& scratch) {
+    const Range range(call, task, Tiles::ALIGNMENT);
+    Tiles tiles{call, task, scratch};
     ivec position[V];
     vec peak[V], total[V], scale[V];
     for (int v = 0; v < V; ++v) {
         peak[v] = splat(NONE);
         total[v] = vec{};
-        for (int i = 0; i < LANES; ++i) {
-            const int r = std::min(v * LANES + i, task.rows - 1);  // spare lanes repeat the last row
-            const T* q = call.query_row(task, r);
-            position[v][i] = call.position(task, r);
-            for (int d = 0; d < dim; ++d)
-                scratch.query[(d * V + v) * LANES + i] = widen(q[d]) * call.options.scaling;
-        }
+        for (int i = 0; i < LANES; ++i) position[v][i] = call.position(task, std::min(v * LANES + i, task.rows - 1));
     }
-    std::fill(scratch.out, scratch.out + v_dim * V * LANES, 0.0f);
+    tiles.load_query();
+    std::fill(scratch.out, scratch.out + call.shape.v_dim * V * LANES, 0.0f);
     for (int at = range.from; at < range.to; at += KEYS) {
         const int n = std::min(KEYS, range.to - at);
-        const float* rows[KEYS];
-        for (int j = 0; j < n; ++j) {
-            rows[j] = as_float(call.key(task, at + j), scratch.rows + j * dim, dim);
-            prefetch(call.value(task, at + j), v_dim * sizeof(T));
-        }
-        many_scores<V>(scratch.query, rows, n, dim, scratch.scores);
-        many_softmax<V>(scratch.scores, at, n, position, call.options, range.all_seen(at, n, call.options.window), peak,
-                        total, scale);
-        for (int j = 0; j < n; ++j) {
-            rows[j] = as_float(call.value(task, at + j), scratch.rows + j * v_dim, v_dim);
-            if (at + n + j < range.to) prefetch(call.key(task, at + n + j), dim * sizeof(T));
-        }
-        many_values<V>(scratch.scores, rows, n, v_dim, scale, scratch.out);
+        tiles.scores(at, n);
+        many_softmax<V>(scratch.scores, at, n, position, call.options, Tiles::SCALED ? 1.0f : call.options.scaling,
+                        range.all_seen(at, n, call.options.window), peak, total, scale);
+        tiles.values(at, n, range.to, scale);
     }
     for (int v = 0; v < V; ++v) {
         store(scratch.peak + v * LANES, peak[v]);
@@ -142,10 +166,11 @@ template <int V, typename T> void many_rows_of(const Call<T>& call, const Task& 
     scratch.dim_stride = V * LANES;
 }
 
-template <typename T> void many_rows(const Call<T>& call, const Task& task, Scratch& scratch) {
-    if (task.rows <= LANES) return many_rows_of<1>(call, task, scratch);
-    if (task.rows <= 2 * LANES) return many_rows_of<2>(call, task, scratch);
-    many_rows_of<3>(call, task, scratch);
+template <template <int, typename> class Tiles, typename T>
+void many_rows(const Call<T>& call, const Task& task, Scratch& scratch) {
+    if (task.rows <= LANES) return many_rows_of<1, T, Tiles<1, T>>(call, task, scratch);
+    if (task.rows <= 2 * LANES) return many_rows_of<2, T, Tiles<2, T>>(call, task, scratch);
+    many_rows_of<3, T, Tiles<3, T>>(call, task, scratch);
 }
 
 }  // namespace kvb

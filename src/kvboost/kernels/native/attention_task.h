@@ -65,13 +65,14 @@ template <typename T> struct Call {
     }
 };
 
-// The keys [from, to) of a task's piece, and the positions of its first and last row.
+// The keys [from, to) of a task's piece, from at a multiple of `alignment`, and the positions of its first and last row.
 struct Range {
     int from, to, oldest, newest;
-    template <typename T> Range(const Call<T>& call, const Task& task) {
+    template <typename T> Range(const Call<T>& call, const Task& task, int alignment = 1) {
         oldest = call.position(task, 0);
         newest = call.position(task, task.rows - 1);
         int window = call.options.window, begin = window ? std::max(0, oldest - window + 1) : 0, end = newest + 1;
+        begin = begin / alignment * alignment;
         int share = ((end - begin + task.pieces - 1) / task.pieces + KEYS - 1) / KEYS * KEYS;
         from = std::min(begin + task.piece * share, end);
         to = std::min(from + share, end);
@@ -91,7 +92,7 @@ struct Scratch {
 
     explicit Scratch(const Shape& s) {
         const int dim = (s.dim + LANES - 1) / LANES * LANES, v_dim = (s.v_dim + LANES - 1) / LANES * LANES;
-        const size_t needed = size_t(dim + v_dim + KEYS) * MAX_ROWS + KEYS * std::max(dim, v_dim) + LANES;
+        const size_t needed = size_t(dim + v_dim + 2 * KEYS) * MAX_ROWS + KEYS * std::max(dim, v_dim) + LANES;
         static thread_local std::vector<float> memory;  // kept between layers
         if (memory.size() < needed) memory.resize(needed);
         query = aligned(memory.data());

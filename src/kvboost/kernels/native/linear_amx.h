@@ -41,6 +41,13 @@ struct TileConfig {
     uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
 };
 
+// All eight tiles whole. The memory is static because GCC 12 takes only its first 8 bytes for read, and may leave the
+// others of a local one unwritten.
+inline void use_tiles() {
+    static const TileConfig config;
+    _tile_loadconfig(&config);
+}
+
 // One tile of x: for each pair of k, the pairs of 16 rows. Rows beyond `rows` are zeros.
 inline void pack(const bf16* x, int64_t stride, int rows, int64_t k, bf16* packed) {
     uint32_t* out = reinterpret_cast<uint32_t*>(packed);
@@ -52,10 +59,9 @@ inline void pack(const bf16* x, int64_t stride, int rows, int64_t k, bf16* packe
         }
 }
 
-// [16][16] floats, rows of W down, rows of x across; y gets row m at y + m * stride.
-inline void put(const float* tile, const bf16* bias, int64_t rows, bf16* y, int64_t stride) {
-    __m512 r[TILE], t[TILE];
-    for (int i = 0; i < TILE; ++i) r[i] = _mm512_load_ps(tile + i * TILE);
+// A square of 16 x 16 values of 32 bits, rows become columns.
+inline void transpose(__m512* r) {
+    __m512 t[TILE];
     for (int i = 0; i < TILE; i += 2) {
         t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
         t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
@@ -72,12 +78,19 @@ inline void put(const float* tile, const bf16* bias, int64_t rows, bf16* y, int6
         t[i + 8] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
         t[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
     }
-    const vec b = bias ? load(bias) : vec{};
     for (int i = 0; i < 8; ++i) {
-        __m512 low = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88), high = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
-        if (i < rows) store(y + i * stride, reinterpret_cast<vec>(low) + b);
-        if (i + 8 < rows) store(y + (i + 8) * stride, reinterpret_cast<vec>(high) + b);
+        r[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
     }
+}
+
+// [16][16] floats, rows of W down, rows of x across; y gets row m at y + m * stride.
+inline void put(const float* tile, const bf16* bias, int64_t rows, bf16* y, int64_t stride) {
+    __m512 r[TILE];
+    for (int i = 0; i < TILE; ++i) r[i] = _mm512_load_ps(tile + i * TILE);
+    transpose(r);
+    const vec b = bias ? load(bias) : vec{};
+    for (int64_t i = 0; i < rows; ++i) store(y + i * stride, reinterpret_cast<vec>(r[i]) + b);
 }
 
 // 32 rows of W, the first of which is row `first` of the block, against 32 rows of x from row m on. `next`, if not null, is
@@ -146,8 +159,7 @@ inline void linear_amx(const LinearCall<bf16>& call) {
     const int64_t grain = amx_grain(weights, call.rows, k, omp_get_num_threads()), blocks = num_blocks(weights, grain);
     float* ab = room ? scratch(2 * room + grain * k / 2) : nullptr;
     bf16* unpacked = reinterpret_cast<bf16*>(ab + 2 * room);
-    TileConfig config;
-    _tile_loadconfig(&config);
+    use_tiles();
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < tiles; ++t)
         pack(call.x + t * TILE * call.x_stride, call.x_stride, int(std::min<int64_t>(TILE, call.rows - t * TILE)), k,
