@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvboost.bench import agreement, limits, machine, measures, report, texts, workloads
+from kvboost.bench import agreement, gpu, limits, machine, measures, report, start, texts, workloads
 from kvboost.bench.data import DataFolder
 from kvboost.bench.engines import ENGINES, Answer, Batch, ModelSource, open_engine
 from kvboost.bench.engines.openai import OpenAIEngine
@@ -449,3 +451,27 @@ def test_bench_options_are_checked_before_anything_loads(monkeypatch: pytest.Mon
         main()
     assert stopped.value.code == 1
     assert "give whole numbers" in capsys.readouterr().err
+
+
+def test_a_start_is_timed_from_the_parent_process_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_default_dtype()
+    try:
+        start.write_model("tiny", tmp_path)
+        start.write_model("tiny", tmp_path)  # is there
+    finally:
+        torch.set_default_dtype(before)
+    began = time.time()
+    told = start.start(tmp_path, began)
+    stages = [told[f"{name}_s"] for name in ("imported", "loaded", "built", "first_token")]
+    assert stages == sorted(stages) and stages[0] >= 0 and stages[-1] <= time.time() - began
+
+
+def test_the_gpu_bench_runs_transformers_own_continuous_batching(tmp_path: Path) -> None:
+    before = torch.get_default_dtype()
+    try:
+        start.write_model("tiny", tmp_path)
+    finally:
+        torch.set_default_dtype(before)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    row = gpu.continuous_batches(model, 3, 20, 5)
+    assert "error" not in row and row["output_tokens_per_s"] > 0, row

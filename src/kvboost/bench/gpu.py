@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvboost
 from kvboost import KVBoost
+from kvboost.bench.engines.continuous import ContinuousBatchingEngine
 from kvboost.bench.packed_model import packed_model
 from kvboost.bench.shapes import SHAPES, config_of
 
@@ -158,6 +160,26 @@ def static_batches(model: PreTrainedModel, prompts: Sequence[Sequence[int]], tok
             "output_tokens_per_s": len(prompts) * tokens / seconds, "seconds": seconds}  # fmt: skip
 
 
+def continuous_batches(model: PreTrainedModel, requests: int, own: int, tokens: int) -> Row:
+    """Transformers' `generate_batch`, all requests at once; a row with its error where it cannot run."""
+    rng = random.Random(2)
+    case = f"Transformers generate_batch, {requests} requests of {own}+{tokens}"
+    source: Any = SimpleNamespace(model=model, eos_ids=(), device=model.device)
+    try:
+        engine = ContinuousBatchingEngine(source)
+        try:
+            engine.batch([[rng.randrange(10, 500) for _ in range(own)] for _ in range(32)], 8)
+            found = engine.batch([[rng.randrange(10, 500) for _ in range(own)] for _ in range(requests)], tokens)
+        finally:
+            engine.close()
+    except Exception as error:  # whatever it raises, the other rows are still wanted
+        return {"case": case, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {"case": case, "output_tokens_per_s": found.output_tokens / found.total_s, "seconds": found.total_s}
+
+
 def run(shape: str, weights: str, quick: bool, decode_only: bool, with_throughput: bool) -> dict[str, Any]:
     model = build(shape, weights)
     bandwidth = copy_bandwidth()
@@ -165,7 +187,9 @@ def run(shape: str, weights: str, quick: bool, decode_only: bool, with_throughpu
     cold = transformers_cold(model, contexts)
     rng = random.Random(1)
     prompts = [[rng.randrange(10, 1000) for _ in range(512)] for _ in range(128)]
-    static = static_batches(model, prompts, 128, 128) if with_throughput else None
+    theirs = []
+    if with_throughput:
+        theirs = [static_batches(model, prompts, 128, 128), continuous_batches(model, 512, 512, 128)]
     torch.cuda.empty_cache()
     began = time.perf_counter()
     bench = Bench(model, bandwidth, cold, max_model_len=34_816 if not quick else 10_240)
@@ -193,8 +217,8 @@ def run(shape: str, weights: str, quick: bool, decode_only: bool, with_throughpu
         for shared, own in ((0, 512), (2048, 64)):
             bench.throughput(shared, own, 64, 16)
             add(bench.throughput(shared, own, 512, 128))
-    if static is not None:
-        add(static)
+    for row in theirs:
+        add(row)
     bench.kv.close()
     return report
 
