@@ -11,12 +11,10 @@ namespace kvb {
 
 inline void linear(const LinearCall<float>& call) { linear_dot(call); }
 
-// Dense weights go through tiles from the first row on; packed ones must be worth unpacking for them.
+// Tiles, for more rows than a dot product serves at the speed of memory.
 inline void linear(const LinearCall<bf16>& call) {
 #ifdef KVB_AMX
-    const Weights& weights = *call.weights;
-    const bool packed = std::all_of(weights.pieces, weights.pieces + weights.count, [](auto& w) { return w.packed(); });
-    if (has_amx() && fits_amx(weights) && (!packed || call.rows > DIRECT_ROWS)) return linear_amx(call);
+    if (has_amx() && fits_amx(*call.weights) && call.rows > DIRECT_ROWS) return linear_amx(call);
 #endif
     linear_dot(call);
 }
