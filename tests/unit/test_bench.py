@@ -454,12 +454,8 @@ def test_bench_options_are_checked_before_anything_loads(monkeypatch: pytest.Mon
 
 
 def test_a_start_is_timed_from_the_parent_process_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = torch.get_default_dtype()
-    try:
-        start.write_model("tiny", tmp_path)
-        start.write_model("tiny", tmp_path)  # is there
-    finally:
-        torch.set_default_dtype(before)
+    start.write_model("tiny", tmp_path)
+    start.write_model("tiny", tmp_path)  # is there
     began = time.time()
     told = start.start(tmp_path, began)
     stages = [told[f"{name}_s"] for name in ("imported", "loaded", "built", "first_token")]
@@ -467,11 +463,7 @@ def test_a_start_is_timed_from_the_parent_process_on(tmp_path: Path, capsys: pyt
 
 
 def test_the_gpu_bench_runs_transformers_own_continuous_batching(tmp_path: Path) -> None:
-    before = torch.get_default_dtype()
-    try:
-        start.write_model("tiny", tmp_path)
-    finally:
-        torch.set_default_dtype(before)
+    start.write_model("tiny", tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     row = gpu.continuous_batches(model, 3, 20, 5)
     assert "error" not in row and row["output_tokens_per_s"] > 0, row

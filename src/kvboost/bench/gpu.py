@@ -34,14 +34,14 @@ DECODE = ((1024, 1), (1024, 16), (1024, 64), (1024, 256), (8192, 1), (8192, 32))
 Row = dict[str, Any]
 
 
-def build(shape: str, weights: str = "bf16") -> PreTrainedModel:
-    """A model of that shape on the GPU, random weights: bf16, or 4 bits in groups of 128."""
+def build(shape: str, weights: str = "bf16", device: str = "cuda") -> PreTrainedModel:
+    """A model of that shape with random weights: bf16, or 4 bits in groups of 128."""
     if weights == "int4":
-        return packed_model(shape, dtype=torch.bfloat16).eval()
+        return packed_model(shape, device=device, dtype=torch.bfloat16).eval()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
+        with torch.device(device):
             model = AutoModelForCausalLM.from_config(config_of(shape), attn_implementation="sdpa")
     finally:
         torch.set_default_dtype(before)

@@ -26,14 +26,10 @@ def write_model(shape: str, folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from kvboost.bench.shapes import config_of
+    from kvboost.bench.gpu import build
 
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config_of(shape))
-    model.save_pretrained(folder)
+    build(shape, device="cuda" if torch.cuda.is_available() else "cpu").save_pretrained(folder)
 
 
 def start(folder: Path, began: float) -> dict[str, Any]:

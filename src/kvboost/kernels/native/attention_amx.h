@@ -22,12 +22,19 @@ template <> inline bool in_tiles<bf16>(const Shape& s) {
 static_assert(KEYS % DEPTH == 0 && LANES == TILE, "tiles and vectors hold the same rows");
 
 // Tile numbers are constants: body(v) is spelt out for v in [0, V).
-#define KVB_EACH_TILE(V, CALL) \
-    do {                       \
-        CALL(0);               \
-        if (V > 1) CALL(1);    \
-        if (V > 2) CALL(2);    \
+#define KVB_EACH_TILE(V, CALL)      \
+    do {                            \
+        CALL(0);                    \
+        if constexpr (V > 1) {      \
+            CALL(1);                \
+        }                           \
+        if constexpr (V > 2) {      \
+            CALL(2);                \
+        }                           \
     } while (0)
+
+// The tile of V's rows v, between its registers and rows of `out` that hold all V of them.
+#define KVB_STORE(v) _tile_stored(v, out + (v) * LANES, V * LANES * sizeof(float))
 
 template <int V, typename T> struct AmxTiles {
     static constexpr int ALIGNMENT = TILE;
@@ -37,9 +44,9 @@ template <int V, typename T> struct AmxTiles {
     const Task& task;
     Scratch& scratch;
 
-    bf16* query() const { return reinterpret_cast<bf16*>(scratch.query); }              // [V][dim / 32] tiles
-    bf16* columns() const { return reinterpret_cast<bf16*>(scratch.rows); }             // V^T: [KEYS / 32][v_dim / 16] tiles
-    bf16* weights() const { return columns() + KEYS * padded_dim(call.shape.v_dim); }   // P^T: [KEYS / 32][V] tiles
+    bf16* query() const { return reinterpret_cast<bf16*>(scratch.query); }   // [V][dim / 32] tiles
+    bf16* columns() const { return reinterpret_cast<bf16*>(scratch.rows); }  // V^T: [KEYS / 32][v_dim / 16] tiles
+    bf16* weights() const { return columns() + KEYS * call.shape.v_dim; }    // P^T: [KEYS / 32][V] tiles
 
     void load_query() {
         const int steps = call.shape.dim / DEPTH;
@@ -58,12 +65,10 @@ template <int V, typename T> struct AmxTiles {
         for (int j = 0; j < n; j += TILE) {
             const T* keys = call.key(task, at + j);
             float* out = scratch.scores + j * V * LANES;
-#define KVB_ZERO(v) _tile_zero(v)
 #define KVB_PRODUCT(v)                                         \
     _tile_loadd(5, query() + ((v) * steps + s) * SIZE, 64);    \
     _tile_dpbf16ps(v, 4, 5)
-#define KVB_STORE(v) _tile_stored(v, out + (v) * LANES, V * LANES * sizeof(float))
-            KVB_EACH_TILE(V, KVB_ZERO);
+            KVB_EACH_TILE(V, _tile_zero);
             for (int s = 0; s < steps; ++s) {
                 _tile_loadd(4, keys + s * DEPTH, row_bytes);
                 KVB_EACH_TILE(V, KVB_PRODUCT);
@@ -97,14 +102,10 @@ template <int V, typename T> struct AmxTiles {
             KVB_EACH_TILE(V, KVB_STORE);
 #undef KVB_LOAD
 #undef KVB_PRODUCT
-#undef KVB_STORE
-#undef KVB_ZERO
         }
     }
 
    private:
-    static int padded_dim(int dim) { return (dim + LANES - 1) / LANES * LANES; }
-
     static void store_transposed(__m512* r, bf16* tile) {
         transpose(r);
         for (int i = 0; i < TILE; ++i) _mm512_storeu_ps(tile + i * DEPTH, r[i]);
@@ -147,6 +148,8 @@ template <int V, typename T> struct AmxTiles {
         }
     }
 };
+#undef KVB_STORE
+#undef KVB_EACH_TILE
 #endif
 
 }  // namespace kvb

@@ -5,9 +5,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 #define KVB_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -50,17 +47,8 @@ template <> inline bf16 round_to<bf16>(float x) { return narrow(x); }
 inline vec select(ivec mask, vec yes, vec no) {
     return reinterpret_cast<vec>((mask & reinterpret_cast<ivec>(yes)) | (~mask & reinterpret_cast<ivec>(no)));
 }
-#if defined(__AVX512F__)
-inline vec vmax(vec a, vec b) {
-    return reinterpret_cast<vec>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
-}
-inline vec vmin(vec a, vec b) {
-    return reinterpret_cast<vec>(_mm512_min_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
-}
-#else
 inline vec vmax(vec a, vec b) { return select(a > b, a, b); }
 inline vec vmin(vec a, vec b) { return select(a < b, a, b); }
-#endif
 
 typedef float half_vec __attribute__((vector_size(32)));
 typedef float quarter_vec __attribute__((vector_size(16)));
@@ -81,8 +69,9 @@ inline float highest(vec x) {
 }
 
 // e^x within 2 ulp for x in [-87, 88]; below that 0.
-inline vec exp(vec given) {
-    vec x = vmin(vmax(given, splat(-87.0f)), splat(88.0f));
+inline vec exp(vec x) {
+    ivec tiny = x < splat(-87.0f);
+    x = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
     vec shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
     vec n = shifted - 12582912.0f;
     vec r = x - n * 0.693145751953125f;
@@ -94,16 +83,8 @@ inline vec exp(vec given) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-#if defined(__AVX512F__)
-    // p * 2^n; the clamped n of tiny x gives a denormal, which the mask makes 0.
-    const __m512 scaled = _mm512_scalef_ps(reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n));
-    const __m512 least = _mm512_set1_ps(-87.0f);
-    const __mmask16 kept = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(given), least, _CMP_NLT_UQ);
-    return reinterpret_cast<vec>(_mm512_maskz_mov_ps(kept, scaled));
-#else
     ivec exponent = (reinterpret_cast<ivec>(shifted) - 0x4b400000) << 23;
-    return select(given < splat(-87.0f), vec{}, reinterpret_cast<vec>(reinterpret_cast<ivec>(p) + exponent));
-#endif
+    return select(tiny, vec{}, reinterpret_cast<vec>(reinterpret_cast<ivec>(p) + exponent));
 }
 
 inline vec tanh(vec x) {
@@ -114,6 +95,9 @@ inline vec tanh(vec x) {
 }
 
 #if defined(__AVX512F__)
+}  // namespace kvb
+#include <immintrin.h>
+namespace kvb {
 inline vec load(const bf16* p) {
     __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return reinterpret_cast<vec>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));

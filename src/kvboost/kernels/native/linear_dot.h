@@ -14,6 +14,7 @@ constexpr int DIRECT_ROWS = 4;  // rows of x up to which packed weights are unpa
 template <typename T> struct Numbers {
     static constexpr int LENGTH = LANES;
     vec x;
+    Numbers() = default;
     explicit Numbers(const T* p) : x(load(p)) {}
     void add(const Numbers& other, vec& acc) const { acc += x * other.x; }
 };
@@ -21,6 +22,7 @@ template <typename T> struct Numbers {
 template <> struct Numbers<bf16> {
     static constexpr int LENGTH = 2 * LANES;
     __m512i x;
+    Numbers() = default;
     explicit Numbers(const bf16* p) : x(_mm512_loadu_si512(p)) {}
     void add(const Numbers& other, vec& acc) const {
         acc = reinterpret_cast<vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), reinterpret_cast<__m512bh>(x),
@@ -32,23 +34,18 @@ template <> struct Numbers<bf16> {
 // Meanwhile the next rows are fetched: by itself the hardware reads 23 of the 31 GB/s that two cores can have here.
 template <typename T, int M>
 inline void dots(const T* const* x, const T* w, int64_t k, int columns, const T* bias, T* const* y) {
-    constexpr int LENGTH = Numbers<T>::LENGTH, LINES = std::max<int>(1, LENGTH * sizeof(T) / 64);
+    constexpr int LENGTH = Numbers<T>::LENGTH;  // no more than a cache line
     vec acc[DOT_COLUMNS][M] = {};
     const T* rows[DOT_COLUMNS];
     for (int c = 0; c < DOT_COLUMNS; ++c) rows[c] = w + std::min(c, columns - 1) * k;
     int64_t i = 0;
     for (; i + LENGTH <= k; i += LENGTH) {
-        for (int c = 0; c < DOT_COLUMNS; ++c)
-            for (int l = 0; l < LINES; ++l)
-                __builtin_prefetch(reinterpret_cast<const char*>(rows[c] + DOT_COLUMNS * k + i) + 64 * l);
-        const Numbers<T> first(x[0] + i), second(x[M > 1 ? 1 : 0] + i), third(x[M > 2 ? 2 : 0] + i),
-            fourth(x[M > 3 ? 3 : 0] + i);
+        Numbers<T> a[M];
+        for (int m = 0; m < M; ++m) a[m] = Numbers<T>(x[m] + i);
         for (int c = 0; c < DOT_COLUMNS; ++c) {
+            __builtin_prefetch(rows[c] + DOT_COLUMNS * k + i);
             const Numbers<T> b(rows[c] + i);
-            first.add(b, acc[c][0]);
-            if constexpr (M > 1) second.add(b, acc[c][1]);
-            if constexpr (M > 2) third.add(b, acc[c][2]);
-            if constexpr (M > 3) fourth.add(b, acc[c][3]);
+            for (int m = 0; m < M; ++m) a[m].add(b, acc[c][m]);
         }
     }
     for (int c = 0; c < columns; ++c)
