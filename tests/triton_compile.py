@@ -111,9 +111,10 @@ def main() -> None:
     compile_launches(capability)
     if "--packed" in sys.argv:
         return compile_packed(capability)
-    from kvboost.kernels.triton import attention, elementwise, rotary, skinny, write
+    from kvboost.kernels.triton import attention, early, elementwise, rotary, skinny, write
     from triton_rig import Case, build, chunk, decode
 
+    early.starts_early = lambda device: capability >= 90  # type: ignore[assignment]
     facts = attention._Facts(132, SHARED_BYTES[capability], capability // 10)
     attention._facts = lambda device: facts  # type: ignore[assignment]
     half = torch.bfloat16 if capability >= 80 else torch.float16

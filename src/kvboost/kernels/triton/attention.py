@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvboost.kernels.triton.attention_kernels import LOG2E, attention_kernel, merge_kernel
+from kvboost.kernels.triton.early import early
 
 MAX_SPLITS = 64
 """Merging reads `splits x head_dim` fp32 values per row and head; 64 of 128 are 32 KiB, about what one program holds."""
@@ -173,14 +174,15 @@ class _Launch:
             BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=_padded(keys.shape[3]), BLOCK_DV=block_dv, PAGE=keys.shape[1],
             DECODE=decode, SPLIT=splits > 1, WINDOWED=self._window is not None, CAPPED=self._capped,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, **early(query.device),
         )  # fmt: skip
         if splits > 1:
             rows = tiles if decode else query.shape[0]
             merge_kernel[(rows, query.shape[1])](
                 out, partial, partial_lse, batch.query_start, batch.num_seqs, batch.decode_seqs, splits,
                 out.stride(0), out.stride(1),
-                DIM_V=values.shape[3], BLOCK_DV=block_dv, BLOCK_SPLITS=_padded(splits, 2), DECODE=decode, num_warps=4,
+                DIM_V=values.shape[3], BLOCK_DV=block_dv, BLOCK_SPLITS=_padded(splits, 2), DECODE=decode,
+                num_warps=4, **early(query.device),
             )  # fmt: skip
 
 

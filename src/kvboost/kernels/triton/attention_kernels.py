@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvboost.kernels.triton.early import wait_for_kernel_before
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -95,12 +97,14 @@ def attention_kernel(
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
     DECODE: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid `(sequences, KV heads x head tiles, splits)` with DECODE, else `(tiles, KV heads x head tiles, splits)`.
 
     With DECODE it serves the leading sequences of one token, without it all others. SPLIT: keys are shared out among
     `splits` programs, which leave normalised results and their log2-sum-exp2 for `merge_kernel`.
     """
+    wait_for_kernel_before(EARLY)
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     if DECODE:
         seq = tl.program_id(0)
@@ -194,8 +198,10 @@ def attention_kernel(
 def merge_kernel(
     out, partial, partial_lse, query_start, num_seqs, decode_seqs, splits, out_token_stride, out_head_stride,
     DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DECODE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid `(rows, query heads)`: the mean of the splits of one row, weighted by what each has seen."""
+    wait_for_kernel_before(EARLY)
     row = tl.program_id(0)
     head = tl.program_id(1)
     leading = row < decode_seqs

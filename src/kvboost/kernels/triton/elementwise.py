@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvboost.kernels.triton.early import early, wait_for_kernel_before
+
 MAX_WIDTH = 1 << 16
 """A program holds a whole row; wider rows would spill."""
 
@@ -74,8 +76,9 @@ def act_mul(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     block = min(triton.next_power_of_2(width), 1024)
     _act_mul_kernel[(rows.shape[0], triton.cdiv(width, block))](
-        rows, out, rows.stride(0), WIDTH=width, BLOCK=block, ACTIVATION=activation, num_warps=4
-    )
+        rows, out, rows.stride(0), WIDTH=width, BLOCK=block, ACTIVATION=activation,
+        num_warps=4, **early(rows.device),
+    )  # fmt: skip
     return out
 
 
@@ -110,7 +113,7 @@ def _norm(
         rows.stride(0), rows.stride(1), target.stride(0), target.stride(1),
         0 if residual is None else residual.stride(0), eps, weight_offset,
         WIDTH=width, BLOCK=block, ROWS=together, ROUND_FIRST=round_first,
-        num_warps=max(1, min(block * together // 512, 16)),
+        num_warps=max(1, min(block * together // 512, 16)), **early(x.device),
     )  # fmt: skip
 
 
@@ -128,8 +131,10 @@ def _rms_norm_kernel(
     x, residual, weight, normed, total, count, inner_size,
     outer_stride, inner_stride, normed_outer_stride, normed_inner_stride, residual_stride, eps, offset,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid `(groups of ROWS rows,)`."""
+    wait_for_kernel_before(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < count)[:, None] & (column < WIDTH)[None, :]
@@ -154,9 +159,10 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _act_mul_kernel(
-    gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+    gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Grid `(rows, blocks of columns)`."""
+    wait_for_kernel_before(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH

@@ -1,4 +1,5 @@
-"""Products with packed weights on a GPU: fused with unpacking for few rows, unpacked in pieces for cuBLAS for many."""
+"""Products with packed weights on a GPU: fused with unpacking for few rows (4-bit codes and up to 16 rows in CUDA C++, the
+rest in Triton), unpacked in pieces for cuBLAS for many."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kvboost.kernels.cuda import packed_few
 from kvboost.kernels.triton.packed_linear import check_product, matrix_units, packed_few_rows
 from kvboost.kernels.triton.packed_unpack import look_up, unpack
 from kvboost.weights.packing import Packing, in_pieces
@@ -31,6 +33,8 @@ def packed_product(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | N
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
+    if packed_few.serves(x, weight, packing, bias):
+        return packed_few.packed_few(x, weight, packing, bias)
     fused = FUSED_ROWS if matrix_units(x.dtype, x.device) else FUSED_ROWS_WITHOUT_UNITS
     if 0 < x.shape[0] <= fused:
         return packed_few_rows(x, weight, packing, bias)

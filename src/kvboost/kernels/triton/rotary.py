@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvboost.kernels.triton.early import early, wait_for_kernel_before
 from kvboost.kernels.triton.write import check_slots
 
 HEADS_PER_PROGRAM = 8
@@ -50,7 +51,7 @@ def rotary_write(
         Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, DIM_V=dim_v, HALF=rotated // 2, HEADS=heads, PAGE=keys.shape[1],
         BLOCK_HALF=triton.next_power_of_2(rotated // 2), BLOCK_REST=triton.next_power_of_2(max(dim - rotated, 1)),
         BLOCK_V=triton.next_power_of_2(dim_v),
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=4, enable_fp_fusion=False, **early(query.device),
     )  # fmt: skip
 
 
@@ -100,9 +101,10 @@ def _rotary_write_kernel(
     keys_block_stride, keys_token_stride, keys_head_stride, values_block_stride, values_token_stride, values_head_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, HALF: tl.constexpr,
     HEADS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid `(tokens, groups of query heads + groups of key heads + groups of value heads)`."""
+    wait_for_kernel_before(EARLY)
     Q_PARTS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kvboost.kernels.cuda import packed_few
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
 from kvboost.kernels.triton.skinny import MAX_ROWS, MEASURED, skinny_linear
 from kvboost.models.fused.ops import Piece, Product
@@ -23,6 +24,8 @@ class GpuOps:
 
     def linear_add(self, x: Tensor, product: Product, total: Tensor) -> Tensor:
         weight, bias, packing = product.pieces[0]
+        if packing is not None and len(product.pieces) == 1 and packed_few.serves(x, weight, packing, bias):
+            return packed_few.packed_few(x, weight, packing, bias, total=total)
         if len(product.pieces) > 1 or bias is not None or packing is not None or _by_us(x, weight):
             return total.add_(self.linear(x, product))
         return torch.addmm(total, x, weight.T, out=total)

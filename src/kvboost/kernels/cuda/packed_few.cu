@@ -1,0 +1,322 @@
+// y = x W^T + bias + total for a few rows of x and packed 4-bit W (kvboost/weights/packing.py), where reading W is all there is
+// to do.
+//
+// A block takes tiles of ROWS rows of W in turn. Its warps take turns along k, 128 weights of each of the rows in a step;
+// at the end of a tile their sums are added, in order. Codes go from memory straight into the registers that the matrix
+// units read, W being the tall operand, 16 bytes of a row for a thread, DEPTH steps ahead, beyond the end of a tile, too.
+// The rest comes from shared memory: what rows have beside their codes (2 bytes of each of 16 rows cost the L1 cache as much
+// as 64), copied a tile ahead, and x, where there is room for it.
+//
+// A code becomes a number by putting it into the mantissa of OFFSET, which takes less than one instruction a weight. OFFSET and
+// the zero point are subtracted from sums, scales multiply sums, all in fp32: no weight is rounded. For that the sums of x
+// over groups are needed. What is subtracted may be some 10 times the result, of 2 ** 24.
+//
+// Compiled for: BF16 (else fp16), SCHEME (as in packed_codes.py), WORDS (4: groups of a multiple of 128 weights, 2: of 64,
+// 1: of 32), STEPS (of a group, with WORDS = 4), X_SHARED (at least so many rows x has, 1, 2, 4 or 8, and it is kept in
+// shared memory; 0: COLS * 8 rows of it at a time are read from the cache, where other warps find them, too), TILES, COLS,
+// WARPS, DEPTH (even with X_SHARED = 0), BLOCKS (at least so many at a time on a multiprocessor).
+#define THREADS (WARPS * 32)
+#include <machine.h>
+
+#define SYMMETRIC 0
+#define ZEROS 1
+#define MINIMUM 4
+#define TWO_LEVEL 5
+
+constexpr int PARTS = 4 / WORDS;  // groups in a step
+constexpr int ROWS = 16 * TILES;
+constexpr int PADDED = ROWS + 4;  // so that threads that store together use different banks
+constexpr int AT_ONCE = 4;       // pieces of x that a thread fetches before it waits for them
+constexpr u32 OFFSET = BF16 ? 128 : 64;
+constexpr u32 OFFSET_BYTE = BF16 ? 0x43 : 0x54;   // the upper half of its bits
+constexpr u32 CODE_BITS = BF16 ? 0x0f0f0f0fu : 0xf0f0f0f0u;  // where a code is worth itself in the lower half
+constexpr u32 ONES = BF16 ? 0x3f803f80u : 0x3c003c00u;
+
+struct Shape {
+    u64 row_bytes, x_bytes;  // from row to row
+    int rows, n, k;          // of x; of W
+    int scales_at, beside_at;
+    int buffers;  // 1 where every block has one tile, else 2
+};
+
+DEVICE u32 word_at(const u8* at) { return *(const u32*)at; }
+DEVICE u32 half_at(const u8* at) { return *(const u16*)at; }
+
+// What a row of W has for one step beside its codes.
+struct Factors {
+    u32 scale[2], beside[2];
+};
+
+DEVICE Factors factors_of(const u8* scales, const u8* beside, int step) {
+    Factors f = {};
+    if (SCHEME == TWO_LEVEL) {  // 4 groups of 32, half of 256 weights
+        f.scale[0] = word_at(scales + step / 2 * 4);
+        f.beside[0] = word_at(beside + step * 8);
+        f.beside[1] = word_at(beside + step * 8 + 4);
+    } else if (WORDS == 4) {
+        const int group = step / STEPS;
+        f.scale[0] = half_at(scales + group * 2);
+        if (SCHEME == ZEROS) f.beside[0] = beside[group / 2] >> (group % 2 * 4) & 15;
+        if (SCHEME == MINIMUM) f.beside[0] = half_at(beside + group * 2);
+    } else {
+        for (int i = 0; i < PARTS / 2; i++) {
+            f.scale[i] = word_at(scales + step * 2 * PARTS + i * 4);
+            if (SCHEME == MINIMUM) f.beside[i] = word_at(beside + step * 2 * PARTS + i * 4);
+            if (SCHEME == ZEROS) f.beside[0] |= beside[step * PARTS / 2 + i] << (8 * i);
+        }
+    }
+    return f;
+}
+
+// w = a * (OFFSET + q) + b
+DEVICE void affine(const Factors& f, int part, float& a, float& b) {
+    if (SCHEME == TWO_LEVEL) {
+        const u32 both = f.beside[part / 2] >> (part % 2 * 16);
+        a = from_half(f.scale[0]) * small_float(both & 0xff);
+        b = -from_half(f.scale[0] >> 16) * small_float(both >> 8 & 0xff) - (float)OFFSET * a;
+    } else {
+        a = from_half(f.scale[part / 2] >> (part % 2 * 16));
+        if (SCHEME == MINIMUM)
+            b = from_half(f.beside[part / 2] >> (part % 2 * 16)) - (float)OFFSET * a;
+        else
+            b = -a * (SCHEME == ZEROS ? small_float(OFFSET + (f.beside[0] >> (4 * part) & 15)) : (float)(OFFSET + 8));
+    }
+}
+
+// The codes of a thread in one row and step: WORDS words of each part.
+struct Codes {
+    u32 word[4];
+};
+
+// at: the first of them.
+DEVICE Codes read_codes(const u8* at) {
+    Codes c;
+    if (WORDS == 4) {
+        const Quad q = read16(at);
+        for (int i = 0; i < 4; i++) c.word[i] = q.word[i];
+    } else if (WORDS == 2) {
+        read8(at, c.word[0], c.word[1]);
+        read8(at + 32, c.word[2], c.word[3]);
+    } else {
+        for (int i = 0; i < 4; i++) c.word[i] = read4(at + i * 16);
+    }
+    return c;
+}
+
+// The numbers of x that meet those codes: for each word those of its low nibbles, then those of its high ones.
+struct Inputs {
+    u32 low[4][2], high[4][2];
+};
+
+DEVICE void put(u32 (&to)[4][2], int first, const Quad& q) {
+    for (int i = 0; i < 4; i++) to[first + i / 2][i % 2] = q.word[i];
+}
+
+// From the 256 bytes of a step and a row.
+DEVICE void read_inputs(Inputs& in, const u8* at, int t) {
+    for (int i = 0; i < 4; i++) {
+        if (WORDS == 4) put(i < 2 ? in.low : in.high, i % 2 * 2, load16(at + t * 64 + i * 16));
+        if (WORDS == 2) put(i % 2 ? in.high : in.low, i / 2 * 2, load16(at + i / 2 * 128 + t / 2 * 64 + t % 2 * 16 + i % 2 * 32));
+        if (WORDS == 1) {
+            load8(at + i * 64 + t * 8, in.low[i][0], in.low[i][1]);
+            load8(at + i * 64 + t * 8 + 32, in.high[i][0], in.high[i][1]);
+        }
+    }
+}
+
+// In shared memory x lies by steps, then 4 quarters, then rows: 64 bytes that the 4 threads of a row read together. The
+// place of the 16 bytes `unit` of a step and row.
+DEVICE int quarter_of(int unit) { return WORDS == 4 ? unit % 4 : WORDS == 2 ? unit / 8 * 2 + unit / 2 % 2 : unit / 4; }
+DEVICE int place_of(int unit) { return WORDS == 4 ? unit / 4 : WORDS == 2 ? unit / 4 % 2 * 2 + unit % 2 : unit % 4; }
+
+// From where the numbers of a row and thread begin in a step.
+DEVICE void take_inputs(Inputs& in, const u8* at) {
+    for (int i = 0; i < 4; i++, at += X_SHARED * 64) {
+        if (WORDS == 4) put(i < 2 ? in.low : in.high, i % 2 * 2, *(const Quad*)at);
+        if (WORDS == 2) put(i % 2 ? in.high : in.low, i / 2 * 2, *(const Quad*)at);
+        if (WORDS == 1)
+            for (int j = 0; j < 2; j++) {
+                in.low[i][j] = word_at(at + j * 4);
+                in.high[i][j] = word_at(at + 32 + j * 4);
+            }
+    }
+}
+
+// 8 codes as numbers OFFSET + q, in pairs: those of the low nibbles, then those of the high ones.
+DEVICE void decode(u32 word, u32 (&out)[4]) {
+    const u32 low = (BF16 ? word : word << 4) & CODE_BITS, high = (BF16 ? word >> 4 : word) & CODE_BITS;
+    out[0] = pick(low, OFFSET_BYTE, 0x4140);
+    out[1] = pick(low, OFFSET_BYTE, 0x4342);
+    out[2] = pick(high, OFFSET_BYTE, 0x4140);
+    out[3] = pick(high, OFFSET_BYTE, 0x4342);
+}
+
+// Sums of x over the groups of a step for the columns 2t and 2t + 1, as the matrix units have them.
+typedef float GroupSums[PARTS][COLS][2];
+
+DEVICE void add_up(GroupSums& sums, const Inputs (&in)[COLS]) {
+    for (int part = 0; part < PARTS; part++)
+        for (int c = 0; c < COLS; c++) {
+            float all[4] = {};
+            for (int i = part * WORDS; i < part * WORDS + WORDS; i++) {
+                multiply(all, ONES, ONES, ONES, ONES, in[c].low[i][0], in[c].low[i][1]);
+                multiply(all, ONES, ONES, ONES, ONES, in[c].high[i][0], in[c].high[i][1]);
+            }
+            sums[part][c][0] = all[0];
+            sums[part][c][1] = all[1];
+        }
+}
+
+// factors: of the first row of a tile; to_row: from there to the thread's rows.
+DEVICE void compute(const Codes (&codes)[TILES][2], const u8* factors, const u32 (&to_row)[TILES][2], int beside, int step,
+                    const Inputs (&in)[COLS], const GroupSums& sums, float (&acc)[TILES][COLS][4]) {
+    for (int part = 0; part < PARTS; part++)
+        for (int tile = 0; tile < TILES; tile++) {
+            float products[COLS][4] = {};
+            for (int i = part * WORDS; i < part * WORDS + WORDS; i++) {
+                u32 upper[4], lower[4];
+                decode(codes[tile][0].word[i], upper);
+                decode(codes[tile][1].word[i], lower);
+                for (int c = 0; c < COLS; c++) {
+                    multiply(products[c], upper[0], lower[0], upper[1], lower[1], in[c].low[i][0], in[c].low[i][1]);
+                    multiply(products[c], upper[2], lower[2], upper[3], lower[3], in[c].high[i][0], in[c].high[i][1]);
+                }
+            }
+            for (int half = 0; half < 2; half++) {
+                float a, b;
+                affine(factors_of(factors + to_row[tile][half], factors + beside + to_row[tile][half], step), part, a, b);
+                for (int c = 0; c < COLS; c++)
+                    for (int i = 0; i < 2; i++) {
+                        float& sum = acc[tile][c][half * 2 + i];
+                        sum = multiply_add(a, products[c][half * 2 + i], multiply_add(b, sums[part][c][i], sum));
+                    }
+            }
+        }
+}
+
+// s.n is ROWS at least: the last tile begins ROWS before the end, and stores only what the tile before does not.
+// bias and total (like y, and possibly y itself) may be null.
+KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* total, u16* y, const Shape s) {
+    SHARED_MEMORY(memory);
+    typedef float TileSums[WARPS][COLS * 8][PADDED];
+    constexpr int SUM_ROWS = X_SHARED > 2 ? X_SHARED : 2;
+    const int tail = s.row_bytes - s.scales_at, units = tail / 16;
+    TileSums* tile_sums = (TileSums*)memory;                  // for tiles in turn
+    u8* factors = memory + s.buffers * sizeof(TileSums);      // the same: ROWS * tail
+    u8* x_shared = factors + s.buffers * ROWS * tail;         // X_SHARED rows
+    float* x_sums = (float*)(x_shared + X_SHARED * s.k * 2);  // by groups, then SUM_ROWS
+    const int warp = uniform(thread() / 32), lane = thread() % 32, g = lane / 4, t = lane % 4;
+    const int first_column = block_of_columns() * COLS * 8;
+    const int steps = s.k / 128, tiles = (s.n + ROWS - 1) / ROWS;
+
+    const auto first_row = [&](int tile) { return tile * ROWS < s.n - ROWS ? tile * ROWS : s.n - ROWS; };
+    const auto codes_at = [&](int tile) { return weight + first_row(tile) * s.row_bytes; };
+    const auto copy_factors = [&](int tile, int turn) {
+        const u8* from = codes_at(tile) + s.scales_at;
+        for (int i = thread(); i < ROWS * units; i += THREADS)
+            copy16(factors + (turn * ROWS * units + i) * 16, from + i / units * s.row_bytes + i % units * 16);
+    };
+    u32 to_codes[TILES][2], to_factors[TILES][2];
+    for (int i = 0; i < TILES; i++)
+        for (int half = 0; half < 2; half++) {
+            const int r = i * 16 + half * 8 + g;
+            to_codes[i][half] = r * (u32)s.row_bytes + t * 4 * WORDS;
+            to_factors[i][half] = r * tail;
+        }
+
+    Codes codes[DEPTH][TILES][2];
+    const u8* here = codes_at(block());
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++)
+        if (warp + d * WARPS < steps)
+            for (int i = 0; i < TILES; i++)
+                for (int half = 0; half < 2; half++)
+                    codes[d][i][half] = read_codes(here + (warp + d * WARPS) * 64 + to_codes[i][half]);
+    copy_factors(block(), 0);
+
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    const u8* x_at[COLS];
+    Inputs in[2][COLS] = {};  // without X_SHARED those of this step and of the next
+    if (X_SHARED) {
+        const int x_units = s.k / 8;
+        for (int start = 0; start < X_SHARED * x_units; start += AT_ONCE * THREADS) {  // all threads go round together
+            Quad q[AT_ONCE] = {};
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = start + j * THREADS + thread(), r = i / x_units;
+                if (r < s.rows) q[j] = load16(x + r * s.x_bytes + i % x_units * 16);
+            }
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = start + j * THREADS + thread(), r = i / x_units, unit = i % x_units;
+                float sum = 0;
+                for (int w = 0; w < 4; w++) sum += widen((u16)q[j].word[w]) + widen((u16)(q[j].word[w] >> 16));
+                sum = sum_over(sum, 4 * WORDS);
+                if (r >= X_SHARED) continue;
+                const int at = (unit / 16 * 4 + quarter_of(unit % 16)) * X_SHARED + r;
+                *(Quad*)(x_shared + at * 64 + place_of(unit % 16) * 16) = q[j];
+                if (unit % (4 * WORDS) == 0) x_sums[unit / (4 * WORDS) * SUM_ROWS + r] = sum;
+            }
+        }
+        x_at[0] = x_shared + g * 64 + t * (WORDS == 1 ? 8 : 16);
+        x_sums += t * 2 % SUM_ROWS;
+    } else {
+        for (int c = 0; c < COLS; c++) {  // beyond x its last row again, not stored
+            const int column = first_column + c * 8 + g;
+            x_at[c] = x + (column < s.rows ? column : s.rows - 1) * s.x_bytes;
+        }
+    }
+    wait_for_copies();
+    wait_for_block();
+
+    for (int tile = block(), turn = 0; tile < tiles; tile += blocks(), turn ^= 1) {
+        const int tile_after = tile + blocks();
+        const bool more = tile_after < tiles;
+        const u8* after = codes_at(tile_after);
+        if (more) copy_factors(tile_after, turn ^ 1);
+        if (!X_SHARED && warp < steps)
+            for (int c = 0; c < COLS; c++) read_inputs(in[0][c], x_at[c] + warp * 256, t);
+        float acc[TILES][COLS][4] = {};
+        for (int start = warp; start < steps; start += DEPTH * WARPS) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                const int step = start + d * WARPS;
+                if (step >= steps) break;
+                GroupSums sums;
+                Inputs(&now)[COLS] = in[X_SHARED ? 0 : d % 2];
+                if (X_SHARED) {
+                    if (g < X_SHARED) take_inputs(now[0], x_at[0] + step * X_SHARED * 256);
+                    for (int part = 0; part < PARTS; part++)
+                        for (int i = 0; i < 2; i++) sums[part][0][i] = x_sums[(step * PARTS + part) * SUM_ROWS + i];
+                } else {
+                    if (step + WARPS < steps)
+                        for (int c = 0; c < COLS; c++) read_inputs(in[(d + 1) % 2][c], x_at[c] + (step + WARPS) * 256, t);
+                    add_up(sums, now);
+                }
+                compute(codes[d], factors + turn * ROWS * tail, to_factors, s.beside_at - s.scales_at, step, now, sums, acc);
+                const int next = step + DEPTH * WARPS;
+                const u8* from = next < steps ? here + next * 64 : after + (warp + d * WARPS) * 64;
+                if (next < steps || more)
+                    for (int i = 0; i < TILES; i++)
+                        for (int half = 0; half < 2; half++) codes[d][i][half] = read_codes(from + to_codes[i][half]);
+            }
+        }
+        here = after;
+
+        for (int i = 0; i < TILES; i++)
+            for (int c = 0; c < COLS; c++)
+                for (int j = 0; j < 4; j++)
+                    tile_sums[turn][warp][c * 8 + t * 2 + j % 2][i * 16 + j / 2 * 8 + g] = acc[i][c][j];
+        wait_for_copies();
+        wait_for_block();
+        for (int at = thread(); at < ROWS * COLS * 8; at += THREADS) {
+            const int column = at / ROWS, r = first_row(tile) + at % ROWS;
+            if (first_column + column >= s.rows || r < tile * ROWS) continue;
+            float sum = 0;
+            for (int w = 0; w < WARPS; w++) sum += tile_sums[turn][w][column][at % ROWS];
+            const u64 to = (u64)(first_column + column) * s.n + r;
+            if (bias) sum += widen(bias[r]);
+            if (total) sum += widen(total[to]);
+            y[to] = narrow(sum);
+        }
+    }
+}

@@ -1,0 +1,207 @@
+"""Products of a few rows with packed 4-bit weights: `packed_few.cu`, compiled for the case at hand and launched."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvboost.kernels.cuda.compiler import CudaUnavailable, cubin
+from kvboost.kernels.cuda.driver import Kernel
+from kvboost.weights.packing import Packing, Scheme
+
+log = logging.getLogger("kvboost")
+
+SOURCE = "packed_few.cu"
+DTYPES = (torch.bfloat16, torch.float16)
+CAPABILITY = (8, 0)
+"""The oldest GPUs with the matrix instructions that the kernel uses."""
+
+MOST_ROWS = 16
+"""Of x. With more the Triton kernel, which reads x less often, is faster."""
+
+STEP = 128
+"""Weights of a row in one step of a warp."""
+
+RESERVED_BYTES = 1024
+"""Of shared memory, for every block."""
+
+SCHEMES = {Scheme.SYMMETRIC: 0, Scheme.ZEROS: 1, Scheme.MINIMUM: 4, Scheme.TWO_LEVEL: 5}
+"""The numbers of packed_few.cu."""
+
+
+@dataclass(frozen=True, slots=True)
+class FewTile:
+    """`tiles` of 16 weight rows and `cols` of 8 rows of x in a block; its warps; the steps that each reads ahead; blocks that a
+    multiprocessor must hold, which bounds registers; and rows of x kept in shared memory, 0 for none. `warps` is even, and
+    without rows in shared memory `depth`, too."""
+
+    tiles: int
+    cols: int
+    warps: int
+    depth: int
+    blocks: int
+    x_shared: int
+
+    def shared_bytes(self, packing: Packing, buffers: int) -> int:
+        """As packed_few.cu divides shared memory."""
+        rows = 16 * self.tiles
+        sums = self.warps * 8 * self.cols * (rows + 4) * 4
+        factors = rows * (packing.row_bytes - packing.scales_at)
+        x = self.x_shared * packing.k * 2 + packing.k // min(STEP, packing.group) * max(2, self.x_shared) * 4
+        return buffers * (sums + factors) + (x if self.x_shared else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a product is computed. blocks: that take the tiles in turn; buffers: 1 where none has more than one."""
+
+    tile: FewTile
+    blocks: int
+    buffers: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Multiprocessors of a GPU, and the bytes of shared memory of one and of a block."""
+
+    processors: int
+    shared_bytes: int
+    block_shared_bytes: int
+
+    @classmethod
+    @lru_cache
+    def of(cls, device: torch.device) -> Gpu:
+        told: Any = torch.cuda.get_device_properties(device)  # its stub lacks a field
+        return cls(
+            told.multi_processor_count, told.shared_memory_per_multiprocessor, told.shared_memory_per_block_optin
+        )
+
+
+class Shape(ctypes.Structure):
+    """`Shape` of packed_few.cu."""
+
+    _fields_ = (
+        ("row_bytes", ctypes.c_uint64), ("x_bytes", ctypes.c_uint64),
+        *((name, ctypes.c_int) for name in ("rows", "n", "k", "scales_at", "beside_at", "buffers")),
+    )  # fmt: skip
+
+
+def shape_of(x: Tensor, weight: Tensor, packing: Packing, buffers: int) -> Shape:
+    return Shape(
+        row_bytes=weight.stride(0), x_bytes=x.stride(0) * x.element_size(), rows=x.shape[0], n=weight.shape[0],
+        k=packing.k, scales_at=packing.scales_at, beside_at=packing.beside_at, buffers=buffers,
+    )  # fmt: skip
+
+
+def serves(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> bool:
+    """Whether `packed_few` can compute this product here; otherwise the Triton kernel does."""
+    return (
+        x.dtype in DTYPES
+        and 0 < x.shape[0] <= MOST_ROWS
+        and knows(packing)
+        and x.shape[1] == packing.k
+        and x.stride(1) == 1
+        and not (x.data_ptr() | x.stride(0) * 2 | weight.data_ptr() | weight.stride(0)) % 16
+        and (bias is None or bias.dtype == x.dtype)
+        and _has_kernel(x.device, x.dtype, packing, weight.shape[0], x.shape[0])
+    )
+
+
+def knows(packing: Packing) -> bool:
+    """Whether the kernel knows the layout: 4 bits, fp16 scales, whole steps, and groups of 32, 64 or whole steps."""
+    wide = packing.group % STEP == 0 or packing.group in (32, 64)
+    known = packing.scheme in SCHEMES and packing.bits == 4 and packing.scale_bytes == 2
+    return known and packing.k % STEP == 0 and wide
+
+
+def packed_few(
+    x: Tensor,
+    weight: Tensor,
+    packing: Packing,
+    bias: Tensor | None = None,
+    *,
+    total: Tensor | None = None,
+    tile: FewTile | None = None,
+) -> Tensor:
+    """`x [rows, k] @ W.T + bias [n]` in bf16 or fp16, summed in fp32 and rounded once; for what `serves` tells.
+
+    weight: uint8 `[n, packing.row_bytes]`. total: contiguous `[rows, n]`; the product is added to it, in place, and it is
+    returned. tile overrides the rule. Raises `CudaUnavailable` when the kernel cannot be compiled or launched.
+    """
+    rows, n = x.shape[0], weight.shape[0]
+    plan = _launch(x.device, packing, n, rows) if tile is None else planned(tile, packing, n, Gpu.of(x.device))
+    kernel = _kernel(x.device, x.dtype, packing.scheme, packing.group, plan.tile)
+    out = x.new_empty(rows, n) if total is None else total
+    shape = shape_of(x, weight, packing, plan.buffers)
+    tensors = (x, weight, bias, total, out)
+    pointers = (ctypes.c_void_p(0 if tensor is None else tensor.data_ptr()) for tensor in tensors)
+    kernel.launch((plan.blocks, -(-rows // (8 * plan.tile.cols))), plan.shared_bytes, (*pointers, shape))
+    return out
+
+
+def chosen_tile(packing: Packing, n: int, rows: int, gpu: Gpu) -> FewTile:
+    """The fastest of those that were measured on an H200 (docs/results/gpu-packed-products.md).
+
+    Up to 4 rows of x stay in shared memory while enough blocks fit beside one another.
+    """
+    if rows <= 4:
+        tile = FewTile(1, 1, 8, 3, 3, 1 << (rows - 1).bit_length())
+        if tile.blocks * (planned(tile, packing, n, gpu).shared_bytes + RESERVED_BYTES) <= gpu.shared_bytes:
+            return tile
+    return FewTile(2, 1, 8, 2, 2, 0) if rows <= 8 else FewTile(2, 2, 4, 2, 2, 0)
+
+
+def planned(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> Launch:
+    """As many blocks as the GPU holds at a time, or one for each tile."""
+    tiles = -(-n // (16 * tile.tiles))
+    for buffers in (1, 2):
+        shared = tile.shared_bytes(packing, buffers)
+        together = gpu.processors * max(1, min(tile.blocks, gpu.shared_bytes // (shared + RESERVED_BYTES)))
+        if tiles <= together:
+            return Launch(tile, tiles, buffers, shared)
+    return Launch(tile, together, 2, shared)
+
+
+@lru_cache(maxsize=4096)
+def _launch(device: torch.device, packing: Packing, n: int, rows: int) -> Launch:
+    gpu = Gpu.of(device)
+    return planned(chosen_tile(packing, n, rows, gpu), packing, n, gpu)
+
+
+@lru_cache(maxsize=4096)
+def _has_kernel(device: torch.device, dtype: torch.dtype, packing: Packing, n: int, rows: int) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
+        return False
+    plan = _launch(device, packing, n, rows)
+    if n < 16 * plan.tile.tiles or plan.shared_bytes > Gpu.of(device).block_shared_bytes:
+        return False
+    try:
+        _kernel(device, dtype, packing.scheme, packing.group, plan.tile)
+    except CudaUnavailable as error:
+        log.warning("4-bit products use Triton, which is slower for a few rows: %s", error)
+        return False
+    return True
+
+
+@cache
+def _kernel(device: torch.device, dtype: torch.dtype, scheme: Scheme, group: int, tile: FewTile) -> Kernel:
+    with torch.cuda.device(device):
+        code = cubin(SOURCE, definitions(dtype, scheme, group, tile), torch.cuda.get_device_capability(device))
+        return Kernel(code, "packed_few", tile.warps * 32, Gpu.of(device).block_shared_bytes)
+
+
+def definitions(dtype: torch.dtype, scheme: Scheme, group: int, tile: FewTile) -> dict[str, int]:
+    """What packed_few.cu is compiled for."""
+    wide = group % STEP == 0
+    return {
+        "BF16": dtype is torch.bfloat16, "SCHEME": SCHEMES[scheme], "WORDS": 4 if wide else group // 32,
+        "STEPS": group // STEP if wide else 1, "TILES": tile.tiles, "COLS": tile.cols, "WARPS": tile.warps,
+        "DEPTH": tile.depth, "BLOCKS": tile.blocks, "X_SHARED": tile.x_shared,
+    }  # fmt: skip

@@ -1,0 +1,220 @@
+// The functions of kvboost/kernels/cuda/machine.h for a CPU: the threads of a block are fibers that take turns, so a
+// kernel's arithmetic, its addresses and its barriers are tested without a GPU. Shared memory begins as NaNs, copies happen
+// at the last moment allowed, and a block that waits for ever ends the process.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+
+#define KERNEL(name) static void name
+#define DEVICE static inline
+#define SHARED_MEMORY(name) u8* name = host::shared.data()
+
+struct Quad {
+    u32 word[4];
+};
+
+namespace host {
+
+struct Meeting {
+    int waiting = 0, generation = 0;
+};
+
+struct Warp {
+    Meeting meeting;
+    u32 a[32][4], b[32][2];
+    float numbers[32];
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack{new char[STACK]};
+    std::vector<std::pair<u8*, const u8*>> copies;
+    bool done = false;
+    static constexpr size_t STACK = 256 << 10;
+};
+
+static std::vector<u8> shared;
+static std::vector<Fiber> fibers;
+static std::vector<Warp> warps;
+static Meeting whole;
+static ucontext_t scheduler;
+static std::function<void()> body;
+static int current, block_x, block_y, grid_x;
+static bool moved;
+
+static void meet(Meeting& m, int count) {
+    const int generation = m.generation;
+    moved = true;
+    if (++m.waiting == count) {
+        m.waiting = 0;
+        m.generation++;
+        return;
+    }
+    while (m.generation == generation) swapcontext(&fibers[current].context, &scheduler);
+}
+
+static Warp& warp() { return warps[current / 32]; }
+static void meet_warp() { meet(warp().meeting, 32); }
+
+static void enter() {
+    body();
+    moved = true;
+    fibers[current].done = true;
+}
+
+static void run_block(int threads, size_t shared_bytes) {
+    shared.assign(shared_bytes, 0xff);
+    fibers.clear();
+    fibers.resize(threads);
+    warps.assign(threads / 32, Warp{});
+    whole = {};
+    for (auto& fiber : fibers) {
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.get();
+        fiber.context.uc_stack.ss_size = Fiber::STACK;
+        fiber.context.uc_link = &scheduler;
+        makecontext(&fiber.context, enter, 0);
+    }
+    for (int left = threads; left;) {
+        moved = false;
+        left = 0;
+        for (current = 0; current < threads; current++)
+            if (!fibers[current].done) {
+                swapcontext(&scheduler, &fibers[current].context);
+                left += !fibers[current].done;
+            }
+        if (left && !moved) {
+            std::fprintf(stderr, "block %d: %d threads wait for ever\n", block_x, left);
+            std::abort();
+        }
+    }
+}
+
+static void launch(int x, int y, int threads, size_t shared_bytes, std::function<void()> kernel) {
+    body = std::move(kernel);
+    grid_x = x;
+    for (block_y = 0; block_y < y; block_y++)
+        for (block_x = 0; block_x < x; block_x++) run_block(threads, shared_bytes);
+}
+
+template <class T>
+static T read(const void* at, size_t alignment = sizeof(T)) {
+    if ((uintptr_t)at % alignment) {
+        std::fprintf(stderr, "%p is not aligned to %zu bytes\n", at, alignment);
+        std::abort();
+    }
+    T value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
+static float as_float(u32 bits) {
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+static float half(u16 bits) {
+    _Float16 h;
+    std::memcpy(&h, &bits, 2);
+    return (float)h;
+}
+
+}  // namespace host
+
+DEVICE Quad load16(const u8* at) { return host::read<Quad>(at, 16); }
+DEVICE Quad read16(const u8* at) { return host::read<Quad>(at, 16); }
+DEVICE u32 read4(const u8* at) { return host::read<u32>(at); }
+DEVICE void read8(const u8* at, u32& a, u32& b) {
+    const u64 both = host::read<u64>(at);
+    a = (u32)both;
+    b = (u32)(both >> 32);
+}
+DEVICE void load8(const u8* at, u32& a, u32& b) { read8(at, a, b); }
+
+DEVICE void copy16(u8* to, const u8* from) { host::fibers[host::current].copies.push_back({to, from}); }
+DEVICE void wait_for_copies() {
+    for (auto [to, from] : host::fibers[host::current].copies) {
+        const Quad q = read16(from);
+        std::memcpy(to, &q, 16);
+    }
+    host::fibers[host::current].copies.clear();
+}
+
+DEVICE u32 pick(u32 a, u32 b, u32 selector) {
+    const u64 bytes = (u64)b << 32 | a;
+    u32 out = 0;
+    for (int i = 0; i < 4; i++) out |= (u32)(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+    return out;
+}
+
+DEVICE float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+DEVICE float small_float(u32 value) { return (float)value; }
+DEVICE float from_half(u32 bits) { return host::half((u16)bits); }
+DEVICE float widen(u16 bits) { return BF16 ? host::as_float((u32)bits << 16) : host::half(bits); }
+
+DEVICE u16 narrow(float f) {
+    u32 bits;
+    std::memcpy(&bits, &f, 4);
+    if (BF16) return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    const _Float16 h = (_Float16)f;
+    u16 out;
+    std::memcpy(&out, &h, 2);
+    return out;
+}
+
+DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    auto& warp = host::warp();
+    const int lane = host::current % 32, g = lane / 4, t = lane % 4;
+    const u32 a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
+    std::memcpy(warp.a[lane], a, sizeof a);
+    std::memcpy(warp.b[lane], b, sizeof b);
+    host::meet_warp();
+    for (int i = 0; i < 4; i++) {
+        double sum = c[i];
+        for (int k = 0; k < 16; k++) {
+            const int holder = k % 8 / 2, upper = k / 8, part = k % 2 * 16;
+            const u32 left = warp.a[g * 4 + holder][upper * 2 + i / 2] >> part;
+            const u32 right = warp.b[(t * 2 + i % 2) * 4 + holder][upper] >> part;
+            sum += (double)widen((u16)left) * widen((u16)right);
+        }
+        c[i] = (float)sum;
+    }
+    host::meet_warp();
+}
+
+DEVICE float sum_over(float f, int lanes) {
+    auto& warp = host::warp();
+    const int lane = host::current % 32;
+    for (int i = 1; i < lanes; i *= 2) {
+        warp.numbers[lane] = f;
+        host::meet_warp();
+        f += warp.numbers[lane ^ i];
+        host::meet_warp();
+    }
+    return f;
+}
+
+DEVICE int uniform(int value) { return value; }
+DEVICE int thread() { return host::current; }
+DEVICE int block() { return host::block_x; }
+DEVICE int blocks() { return host::grid_x; }
+DEVICE int block_of_columns() { return host::block_y; }
+DEVICE void wait_for_block() { host::meet(host::whole, (int)host::fibers.size()); }
+DEVICE void wait_for_kernel_before() {}
+DEVICE void let_next_kernel_start() {}

@@ -1,0 +1,182 @@
+"""The CUDA product of few rows with 4-bit weights: its source on a CPU (tests/cuda_host), by NVIDIA's compiler, and how it is
+launched. On a GPU: tests/gpu/test_packed_gpu.py."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvboost.kernels.cuda import compiler, packed_few
+from kvboost.kernels.cuda.compiler import CudaUnavailable
+from kvboost.kernels.cuda.packed_few import FewTile, Gpu, Launch, chosen_tile, definitions, knows, planned
+from kvboost.weights.packing import Packing, Scheme
+from packed_rig import packing_id, random_rows
+
+HOST = Path(__file__).parents[1] / "cuda_host"
+SMALL, LARGE = torch.bfloat16, torch.float16
+H200 = Gpu(132, 228 << 10, 227 << 10)
+RTX = Gpu(24, 100 << 10, 99 << 10)
+
+CASES = [
+    # dtype, packing, tile, rows of x, rows of W, blocks
+    (SMALL, Packing(Scheme.ZEROS, 4, 1280, 128), FewTile(1, 1, 8, 3, 3, 1), 1, 40, 2),
+    (LARGE, Packing(Scheme.ZEROS, 4, 1280, 128), FewTile(1, 1, 8, 3, 3, 4), 3, 35, 1),
+    (LARGE, Packing(Scheme.ZEROS, 4, 1280, 640), FewTile(2, 1, 4, 2, 2, 0), 7, 33, 2),
+    (SMALL, Packing(Scheme.ZEROS, 4, 640, 64), FewTile(2, 2, 4, 2, 2, 0), 19, 47, 1),
+    (LARGE, Packing(Scheme.ZEROS, 4, 640, 64), FewTile(1, 1, 4, 3, 2, 2), 2, 16, 1),
+    (SMALL, Packing(Scheme.ZEROS, 4, 384, 32), FewTile(1, 1, 4, 2, 2, 8), 8, 17, 2),
+    (SMALL, Packing(Scheme.SYMMETRIC, 4, 384, 32), FewTile(1, 1, 2, 2, 2, 0), 5, 48, 3),
+    (LARGE, Packing(Scheme.SYMMETRIC, 4, 256, 128), FewTile(1, 1, 4, 2, 2, 1), 1, 16, 1),
+    (SMALL, Packing(Scheme.MINIMUM, 4, 640, 128), FewTile(1, 1, 4, 3, 2, 1), 1, 33, 2),
+    (LARGE, Packing(Scheme.MINIMUM, 4, 384, 32), FewTile(1, 1, 2, 4, 2, 2), 2, 20, 1),
+    (SMALL, Packing(Scheme.TWO_LEVEL, 4, 768, 32), FewTile(1, 1, 4, 3, 2, 4), 4, 37, 2),
+    (LARGE, Packing(Scheme.TWO_LEVEL, 4, 512, 32), FewTile(2, 1, 4, 2, 2, 0), 6, 64, 1),
+]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("dtype", "packing", "tile", "rows", "n", "blocks"),
+    CASES,
+    ids=[f"{packing_id(p)}-{t.tiles}x{t.cols}x{t.warps}-x{t.x_shared}-{r}rows" for _, p, t, r, _, _ in CASES],
+)
+@pytest.mark.parametrize("added", [False, True], ids=["plain", "bias and total"])
+def test_arithmetic(
+    dtype: torch.dtype, packing: Packing, tile: FewTile, rows: int, n: int, blocks: int, added: bool, tmp_path: Path
+) -> None:
+    """On a CPU, thread by thread. The reference is computed in float64 from the weights themselves."""
+    torch.manual_seed(0)
+    weight = random_rows(packing, n)
+    x = torch.randn(rows, packing.k).to(dtype)
+    x[:, ::31] *= 40  # outliers, as real activations have them
+    bias = torch.randn(n).to(dtype) if added else None
+    total = torch.randn(rows, n).to(dtype) if added else None
+    want = x.double() @ packing.dense(weight).double().T
+    if bias is not None and total is not None:
+        want = want + bias + total
+    tiles = -(-n // (16 * tile.tiles))
+    launch = Launch(tile, blocks, 1 if tiles <= blocks else 2, tile.shared_bytes(packing, 1 if tiles <= blocks else 2))
+    out = total if total is not None else torch.full((rows, n), torch.nan, dtype=dtype)
+    run_on_cpu(launch, x, weight, packing, bias, total, out, tmp_path)
+    info = torch.finfo(dtype)
+    parts = x.double().abs() @ packing.dense(weight).double().abs().T
+    assert ((out.double() - want).abs() <= want.abs() * info.eps + parts * 2.0**-16).all()
+
+
+def run_on_cpu(
+    launch: Launch, x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, total: Tensor | None, out: Tensor,
+    folder: Path,
+) -> None:  # fmt: skip
+    tile = launch.tile
+    library = folder / "packed_few.so"
+    flags = [f"-D{k}={int(v)}" for k, v in definitions(x.dtype, packing.scheme, packing.group, tile).items()]
+    subprocess.run(
+        ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *flags, f"-I{HOST}", f"-I{compiler.HERE}",
+         str(HOST / "packed_few.cpp"), "-o", str(library)],
+        check=True, timeout=120,
+    )  # fmt: skip
+    shape = packed_few.shape_of(x, weight, packing, launch.buffers)
+    pointers = [ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in (x, weight, bias, total, out)]
+    grid = (launch.blocks, -(-x.shape[0] // (8 * tile.cols)))
+    ctypes.CDLL(str(library)).run(*grid, ctypes.c_size_t(launch.shared_bytes), *pointers, ctypes.byref(shape))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [SMALL, LARGE], ids=str)
+def test_compiles_for_gpus(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    """By NVRTC itself, from the package that PyTorch's CUDA wheels depend on."""
+    code = compiler.nvrtc()
+    for packing in (Packing(Scheme.ZEROS, 4, 5120, 128), Packing(Scheme.TWO_LEVEL, 4, 5120, 32)):
+        for rows in (1, 4, 8, 16):
+            tile = chosen_tile(packing, 5120, rows, H200 if capability[0] == 9 else RTX)
+            made = definitions(dtype, packing.scheme, packing.group, tile)
+            options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+            binary = code.compile("packed_few.cu", [*options, *(f"-D{k}={int(v)}" for k, v in made.items())])
+            assert binary[:4] == b"\x7fELF" and b"packed_few" in binary
+
+
+def test_what_does_not_compile_is_told_with_the_compilers_words() -> None:
+    with pytest.raises(CudaUnavailable, match=r"(?s)NVRTC .* refused packed_few.cu .*BF16"):
+        compiler.nvrtc().compile("packed_few.cu", ["--gpu-architecture=sm_90"])
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVBOOST_CACHE_DIR", str(tmp_path))
+    return tmp_path / "kvboost" / "cuda"
+
+
+class Counting:
+    version = "1.0"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def compile(self, source: str, options: list[str]) -> bytes:
+        self.calls += 1
+        return b"code" + " ".join(options).encode()
+
+
+def test_code_is_kept_between_starts(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Counting()
+    monkeypatch.setattr(compiler, "nvrtc", lambda: fake)
+    first = compiler.cubin("packed_few.cu", {"A": 1}, (9, 0))
+    assert compiler.cubin("packed_few.cu", {"A": 1}, (9, 0)) == first and fake.calls == 1
+    compiler.cubin("packed_few.cu", {"A": 2}, (9, 0))
+    compiler.cubin("packed_few.cu", {"A": 1}, (8, 9))
+    fake.version = "1.1"
+    compiler.cubin("packed_few.cu", {"A": 1}, (9, 0))
+    assert fake.calls == 4 and len(list(own_cache.iterdir())) == 4
+    assert own_cache.stat().st_mode & 0o077 == 0
+
+
+def test_code_that_others_may_write_is_not_loaded(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "nvrtc", Counting)
+    compiler.cubin("packed_few.cu", {}, (9, 0))
+    next(own_cache.iterdir()).chmod(0o622)
+    with pytest.raises(CudaUnavailable, match="KVBOOST_CACHE_DIR"):
+        compiler.cubin("packed_few.cu", {}, (9, 0))
+    own_cache.chmod(0o777)  # the directory: nothing is kept or taken there
+    assert compiler.cubin("packed_few.cu", {}, (9, 0)).startswith(b"code")
+
+
+def test_a_directory_that_cannot_be_made_only_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_CACHE_DIR", "/proc/nowhere")
+    monkeypatch.setattr(compiler, "nvrtc", Counting)
+    assert compiler.cubin("packed_few.cu", {}, (9, 0)).startswith(b"code")
+
+
+def test_which_layouts_it_knows() -> None:
+    known = [(Scheme.ZEROS, 4, 5120, 128), (Scheme.ZEROS, 4, 640, 640), (Scheme.SYMMETRIC, 4, 128, 32),
+             (Scheme.MINIMUM, 4, 256, 64), (Scheme.TWO_LEVEL, 4, 256, 32)]  # fmt: skip
+    others = [Packing(Scheme.ZEROS, 4, 576, 64), Packing(Scheme.ZEROS, 4, 384, 96), Packing(Scheme.SYMMETRIC, 8, 512, 128),
+              Packing(Scheme.ZEROS, 4, 512, 128, 4), Packing(Scheme.TWO_LEVEL, 5, 512, 32)]  # fmt: skip
+    assert all(knows(Packing(*given)) for given in known) and not any(map(knows, others))
+
+
+def test_a_machine_without_a_gpu_is_not_served() -> None:
+    packing = Packing(Scheme.ZEROS, 4, 256, 128)
+    x, weight = torch.zeros(1, 256, dtype=torch.bfloat16), random_rows(packing, 32)
+    assert not packed_few.serves(x, weight, packing)
+
+
+@pytest.mark.parametrize("gpu", [H200, RTX], ids=["H200", "RTX"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16])
+@pytest.mark.parametrize(("n", "k"), [(5120, 5120), (5120, 27_648), (55_296, 5120), (1024, 4096), (4096, 14_336)])
+def test_launches_fit_the_gpu(gpu: Gpu, rows: int, n: int, k: int) -> None:
+    packing = Packing(Scheme.ZEROS, 4, k, 128)
+    tile = chosen_tile(packing, n, rows, gpu)
+    plan = planned(tile, packing, n, gpu)
+    assert plan.shared_bytes <= gpu.block_shared_bytes
+    tiles = -(-n // (16 * tile.tiles))
+    beside = min(tile.blocks, gpu.shared_bytes // (plan.shared_bytes + packed_few.RESERVED_BYTES))
+    assert beside >= 1 and plan.blocks == min(tiles, gpu.processors * beside)
+    assert plan.buffers == 1 if tiles <= plan.blocks else plan.buffers == 2
+    assert tile.x_shared in (0, 1, 2, 4) and (tile.x_shared == 0 or rows <= tile.x_shared)
+    assert tile.x_shared or tile.depth % 2 == 0
