@@ -33,7 +33,8 @@ from kvboost.cache.layout import LayerShape, SlabLayout
 from kvboost.cache.pool import KVPool
 from kvboost.kernels.triton.attention import Tile, paged_attention
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
-from kvboost.kernels.triton.packed import look_up, packed_many_rows, unpack
+from kvboost.kernels.cuda.packed_few import serves as served_by_cuda
+from kvboost.kernels.triton.packed import look_up, packed_many_rows, packed_product, unpack
 from kvboost.kernels.triton.packed_linear import PackedTile, packed_few_rows
 from kvboost.kernels.triton.packed_linear import chosen_tile as chosen_packed_tile
 from kvboost.kernels.triton.rotary import rotary_write
@@ -306,9 +307,13 @@ def bench_packed(bench: Bench, tune: bool) -> None:
             if tune:
                 tune_packed(bench, label, x, weights, packing)
             else:
-                us = time_us(lambda i, x=x, w=weights, p=packing: packed_few_rows(x, w[i], p), len(weights), 15)
-                tile = chosen_packed_tile(packing, n, rows, DEVICE)
-                bench.add(f"{label} int4", us, n * packing.row_bytes, note=str(tile))
+                us = time_us(lambda i, x=x, w=weights, p=packing: packed_product(x, w[i], p), len(weights), 15)
+                by = (
+                    "CUDA C++"
+                    if served_by_cuda(x, weights[0], packing)
+                    else chosen_packed_tile(packing, n, rows, DEVICE)
+                )
+                bench.add(f"{label} int4", us, n * packing.row_bytes, note=str(by))
         del weights, dense
     if not tune:
         bench_formats(bench)
@@ -322,7 +327,7 @@ def bench_formats(bench: Bench) -> None:
         weights = random_packed(packing, n)
         for rows in (1, 16):
             x = torch.randn(rows, k, dtype=DTYPE, device=DEVICE)
-            us = time_us(lambda i, x=x, w=weights, p=packing: packed_few_rows(x, w[i], p), len(weights), 15)
+            us = time_us(lambda i, x=x, w=weights, p=packing: packed_product(x, w[i], p), len(weights), 15)
             bench.add(f"7B gate-up {name} rows {rows}", us, n * packing.row_bytes)
         del weights
 

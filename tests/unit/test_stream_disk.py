@@ -54,7 +54,7 @@ def test_files_are_private_and_read_past_the_page_cache(tmp_path: Path) -> None:
     store = written(tmp_path)
     assert store.directory.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in store.directory.iterdir()} == {0o600}
-    assert len(list(store.directory.iterdir())) == 3, "nothing temporary is left"
+    assert len(list(store.directory.iterdir())) == 4, "three layers and a name; nothing temporary is left"
     try:
         os.close(os.open(store.path(0), os.O_RDONLY | os.O_DIRECT))
     except OSError:
@@ -192,7 +192,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(ModelLoadError, match="No space left on device"):
         store.write(0, layer(0))
-    assert list(store.directory.iterdir()) == []
+    assert [file.name for file in store.directory.iterdir()] == ["model"]
 
 
 def test_a_drive_without_room_is_told_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

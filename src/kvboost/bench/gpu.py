@@ -84,7 +84,11 @@ class Bench:
         return self.kv.generate([list(p) for p in prompts], max_new_tokens=tokens, temperature=0, ignore_eos=True)
 
     def decode(self, context: int, batch: int, tokens: int = 64) -> Row:
-        """Time per output token when all prompts' KV is there already."""
+        """Time per output token when all prompts' KV is there already; a row that says so where it does not fit."""
+        stats = self.kv.stats()
+        needed, there = batch * (context + tokens), stats.blocks_total * self.kv.built.layout.block_size
+        if needed > there:
+            return {"case": f"decode {context} x{batch}", "not_run": f"{needed} tokens of KV, {there} fit"}
         prompts = [self.ids(context) for _ in range(batch)]
         self.generate(prompts, 1)
         self.generate(prompts, 8)

@@ -10,6 +10,7 @@ import typer
 
 from kvboost import __version__
 from kvboost.cli.bench import bench_app
+from kvboost.cli.cache import cache
 from kvboost.cli.chat import chat
 from kvboost.cli.demo import demo
 from kvboost.cli.info import info
@@ -51,6 +52,7 @@ app.command("chat", cls=SectionedCommand)(chat)
 app.command("info", cls=SectionedCommand)(info)
 app.command("serve", cls=SectionedCommand)(serve)
 app.command("quantize", cls=SectionedCommand)(quantize)
+app.command("cache", cls=SectionedCommand)(cache)
 app.add_typer(bench_app, name="bench")
 
 

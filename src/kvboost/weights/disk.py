@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvboost.cache.kept import MAX_NAME, NAME_FILE
 from kvboost.cache.pages import zeroed_buffer
 from kvboost.cache.private import CACHE_VARIABLE, cache_path, is_private
 from kvboost.errors import ConfigError, ModelLoadError
@@ -70,15 +71,20 @@ def _make_private(path: Path) -> None:
 
 
 class DiskStore:
-    """Layers in `directory`, one file each; `sizes` are their bytes. key: what makes these weights these weights.
+    """Layers in `directory`, one file each; `sizes` are their bytes. key: what makes these weights these weights. name: of
+    the model, for people.
 
     A layer must be `write`ten, or be found by `holds`, before it is read.
     """
 
-    def __init__(self, directory: Path, key: str, sizes: Sequence[int]) -> None:
+    def __init__(self, directory: Path, key: str, sizes: Sequence[int], name: str = "unknown") -> None:
         self._key, self._sizes = key, tuple(sizes)
         self.directory = directory / blake2b(key.encode(), digest_size=DIGEST_BYTES).hexdigest()
         _make_private(self.directory)
+        with suppress(OSError):  # for `kvboost cache`, which also sees by it when the layers were last used
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _flag("O_NOFOLLOW")
+            with os.fdopen(os.open(self.directory / NAME_FILE, flags, 0o600), "wb") as file:
+                file.write(name[:MAX_NAME].encode(errors="replace"))
         for old in self.directory.glob("*.tmp-*"):  # of processes that ended while they wrote
             if not _alive(old.name.rpartition("-")[2]):
                 with suppress(OSError):
@@ -144,7 +150,7 @@ class DiskStore:
             raise ConfigError(
                 CACHE_VARIABLE,
                 f"the streamed layers take {need / 2**30:.1f} GiB; {self.directory} has {free / 2**30:.1f} GiB. "
-                "Make room, or give a directory on another drive.",
+                "Make room (`kvboost cache` shows what other models left), or give a directory on another drive.",
             )
 
     def read_into(self, layer: int, out: Tensor) -> None:

@@ -234,7 +234,7 @@ class _Setting:
 
     def _add_files(self, placement: Placement) -> None:
         sizes = self._parts.sizes
-        disk = self._disk = DiskStore(cache_directory(), self._key, sizes)
+        disk = self._disk = DiskStore(cache_directory(), self._key, sizes, _name_of(self._parts.model))
         missing = set(disk.missing(self._on_disk))
         disk.require_room(sorted(missing))
         staging = Staging(max(sizes[layer] for layer in self._on_disk))
@@ -300,6 +300,10 @@ def _writer(disk: DiskStore, layer: int, staging: Staging) -> Callable[[Tensor],
 
 def _slot(size: int, device: torch.device) -> Tensor:
     return zeroed_buffer(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _name_of(model: Any) -> str:
+    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 
 def _first_that_fit(layers: Sequence[int], sizes: Sequence[int], nbytes: int) -> list[int]:

@@ -28,6 +28,9 @@ MOST_ROWS = 16
 STEP = 128
 """Weights of a row in one step of a warp."""
 
+MUCH_X = 32 << 10
+"""Bytes of x in shared memory from which fewer, larger blocks are faster, because each fetches all of x."""
+
 RESERVED_BYTES = 1024
 """Of shared memory, for every block."""
 
@@ -152,10 +155,24 @@ def chosen_tile(packing: Packing, n: int, rows: int, gpu: Gpu) -> FewTile:
     Up to 4 rows of x stay in shared memory while enough blocks fit beside one another.
     """
     if rows <= 4:
-        tile = FewTile(1, 1, 8, 3, 3, 1 << (rows - 1).bit_length())
-        if tile.blocks * (planned(tile, packing, n, gpu).shared_bytes + RESERVED_BYTES) <= gpu.shared_bytes:
-            return tile
+        kept = 1 << (rows - 1).bit_length()
+        tiles = [FewTile(1, 1, 8, 3, 3, kept), FewTile(2, 1, 8, 2, 2, kept)]
+        if kept * packing.k * 2 > MUCH_X:
+            tiles = [FewTile(1, 1, 12, 2, 2, kept)]
+        fitting = [tile for tile in tiles if _fits(tile, packing, n, gpu)]
+        if fitting:
+            return max(fitting, key=lambda tile: _busy(tile, packing, n, gpu))
     return FewTile(2, 1, 8, 2, 2, 0) if rows <= 8 else FewTile(2, 2, 4, 2, 2, 0)
+
+
+def _fits(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> bool:
+    return tile.blocks * (planned(tile, packing, n, gpu).shared_bytes + RESERVED_BYTES) <= gpu.shared_bytes
+
+
+def _busy(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> float:
+    """The share of the GPU that has a tile, over all rounds of tiles."""
+    tiles, together = -(-n // (16 * tile.tiles)), gpu.processors * tile.blocks
+    return tiles / (-(-tiles // together) * together)
 
 
 def planned(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> Launch:
