@@ -38,7 +38,8 @@ def packed_model(
         if not weight.is_meta:
             if k not in patterns:
                 patterns[k] = _pattern(packing).to(weight.device)
-            weight.view(-1, PATTERN_ROWS, packing.row_bytes).copy_(patterns[k])
+            for rows in weight.split(PATTERN_ROWS):
+                rows.copy_(patterns[k][: len(rows)])
         put_packed(model, [f"{name}.weight"], weight, packing, dtype)
         packed.add(f"{name}.weight")
     for name, parameter in list(model.named_parameters()):

@@ -23,7 +23,7 @@ from kvboost.weights.checkpoint import load_packed_checkpoint
 from kvboost.weights.gguf_checks import check_sizes
 from kvboost.weights.gguf_model import load_gguf, unreadable
 from kvboost.weights.gguf_reader import GGUFFile, read_gguf
-from kvboost.weights.replace import Place
+from kvboost.weights.replace import Place, unfilled
 from kvboost.weights.rounding import KINDS, round_model
 from kvboost.weights.safetensors_reader import read_header, read_index
 
@@ -117,7 +117,7 @@ def _load_into_arena(source: Source, config: Any, dtype: str | torch.dtype) -> P
 
     def measure(name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         pieces.append(Piece(name, shape, kind))
-        return torch.empty(shape, dtype=kind, device="meta")
+        return unfilled(name, shape, kind)
 
     cpu = torch.device("cpu")
     try:

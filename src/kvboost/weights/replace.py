@@ -14,6 +14,12 @@ from kvboost.weights.stored import PackedRows
 Place = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 """Gives the memory for the parameter of this name, shape and dtype, to be filled; a meta tensor is left as it is."""
 
+
+def unfilled(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A `Place` for looking at sizes: nothing is filled, nothing is read."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 PIECE_BYTES = 32 << 20
 """Of a weight in fp32, converted at a time: what loading needs beside the files' tensors and the result."""
 

@@ -42,6 +42,7 @@ from kvboost.weights.flat import FlatLayout, Owned, owned_by_layer
 from kvboost.weights.gpu_feeds import CopyFeed, RingFeed
 from kvboost.weights.placement import Home, Placement, Staging, in_arena, on_device
 from kvboost.weights.plan import Demand, StreamPlan, plan_streaming
+from kvboost.weights.replace import unfilled
 from kvboost.weights.store import HostArena, measure_bus, readable_in_place
 from kvboost.weights.streamer import Seat, Streamer
 
@@ -86,7 +87,7 @@ def describe_streaming(path: str, config: EngineConfig) -> str:
     """What would be decided for a model on this machine; nothing is loaded. Errors as `load_streaming`."""
     source, device = locate(path), resolve_device("auto")
     dtype = resolve_dtype("auto", device)
-    measured = load_placed(source, load_config(source), dtype, device, config.weights, _measure)
+    measured = load_placed(source, load_config(source), dtype, device, config.weights, unfilled)
     if measured is None:
         return "its sizes are known once it is loaded: Transformers has to load it"
     return _Setting(Parts(measured, config), config, device, "", trust=False).plan.describe()
@@ -100,7 +101,7 @@ def load_in_parts(
 
     key: equal exactly when all weights are: layer files of that key on a drive are taken for them.
     """
-    measured = load(place=_measure)
+    measured = load(place=unfilled)
     if measured is None:
         return None
     parts = Parts(measured, config)
@@ -132,10 +133,6 @@ def stream_in_hand(model: PreTrainedModel, config: EngineConfig, device: torch.d
         module._buffers.update({name: b if b is None else b.to(device) for name, b in module._buffers.items()})
     setting.attach(parts)
     return model
-
-
-def _measure(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def decoder_layers(model: nn.Module, count: int) -> list[nn.Module] | None:
