@@ -51,9 +51,20 @@ def both(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Outputs `[1, T, Hq, Dv]` of C++ and of PyTorch in fp32; the pools must end up the same."""
+    return both_over(*spans_of(pieces, block_size), shape, q_heads, block_size, dtype, **options)
+
+
+def both_over(
+    spans: list[Span],
+    num_blocks: int,
+    shape: LayerShape,
+    q_heads: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
     layout = SlabLayout((LayerShape(1, 8, 1, 8), shape), block_size, "x", dtype.itemsize)
-    spans, num_blocks = spans_of(pieces, block_size)
-    rows = sum(count for _, count in pieces)
+    rows = sum(span.count for span in spans)
     query, key, value = (
         torch.randn(1, heads, rows, dim).to(dtype)
         for heads, dim in ((q_heads, shape.k_dim), (shape.k_heads, shape.k_dim), (shape.v_heads, shape.v_dim))
@@ -124,6 +135,50 @@ def test_a_large_batch_of_unequal_lengths() -> None:
     torch.set_num_threads(2)
     pieces = [(random.randrange(300), 1) for _ in range(64)]
     assert_near(*both(pieces, LayerShape(2, 64, 2, 64), 4))
+
+
+def sharing(prefixes: list[tuple[int, int]], block_size: int, tree: bool) -> tuple[list[Span], int]:
+    """Decoding sequences in any order: for each `(blocks, members)` so many that begin with the same blocks, and go on alone
+    for up to 90 tokens. tree: all have the first 3 blocks in common besides."""
+    free = list(range(5000))
+    random.shuffle(free)
+    root = [free.pop() for _ in range(3)] if tree else []
+    spans = []
+    for blocks, members in prefixes:
+        common = root + [free.pop() for _ in range(blocks)]
+        for _ in range(members):
+            start = len(common) * block_size + random.randrange(90)
+            own = start // block_size + 1 - len(common)
+            spans.append(Span(start, 1, common + [free.pop() for _ in range(own)]))
+    random.shuffle(spans)
+    return spans, 5000
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_sequences_that_begin_alike(seed: int) -> None:
+    """Their shared keys are computed for all at once: equal to each alone, with prompts in between, for any group size."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    torch.set_num_threads(1 + seed % 2)
+    heads, group = random.choice([1, 2]), random.choice([1, 2, 3, 8, 24, 25, 50])
+    shape = LayerShape(heads, 64, heads, random.choice([64, 48]))
+    block_size = random.choice([8, 16, 32])
+    prefixes = [
+        (random.choice([1, 5, 9, 40]), random.choice([1, 2, 3, 9, 17, 33])) for _ in range(random.choice([1, 2, 4]))
+    ]
+    spans, blocks = sharing(prefixes, block_size, tree=seed % 3 == 0)
+    if seed % 4 == 0:  # prompts behind the same blocks take their own way
+        spans += [Span(s.start, 5, [*s.table, 4999 - i]) for i, s in enumerate(spans[:3]) if s.start % block_size == 0]
+    options: dict[str, Any] = {"softcap": 20.0} if seed % 5 == 0 else {}
+    if seed % 7 == 0:
+        options["s_aux"] = torch.randn(heads * group)
+    dtype = torch.bfloat16 if seed % 2 else torch.float32
+    assert_near(*both_over(spans, blocks, shape, heads * group, block_size, dtype, **options))
+
+
+def test_a_window_does_not_share() -> None:
+    spans, blocks = sharing([(30, 20)], 16, tree=False)
+    assert_near(*both_over(spans, blocks, LayerShape(2, 64, 2, 64), 6, sliding_window=100))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,10 +30,20 @@ struct Sequence {
     const int32_t* table;     // pool index of its blocks
 };
 
-// Row r stands for token (first_row + r) / group and head (first_row + r) % group of the KV head.
+// Row r stands for token (first_row + r) / group and head (first_row + r) % group of the KV head. A task over keys that
+// sequences share has rows of all of them: r / group then counts `members`, which have one token each.
 struct Task {
-    int sequence, head, first_row, rows, piece, pieces;
-    int64_t partial;  // index of the first piece's partial result, when pieces > 1
+    int sequence, head, first_row, rows;
+    int piece = 0, pieces = 1;
+    int from = 0;                      // keys before it are another task's
+    int to = 0;                        // with members: where their shared keys end
+    const int32_t* members = nullptr;  // numbers of sequences; `sequence` is the first
+    int64_t partial = 0;               // where the first piece leaves its result, in floats
+    const Task* shared = nullptr;      // the first piece over the keys before `from`, and the row there of row 0
+    int shared_row = 0;
+
+    // Whether its result is a part of one.
+    bool is_part() const { return pieces > 1 || members || shared; }
 };
 
 template <typename T> struct Call {
@@ -47,14 +57,17 @@ template <typename T> struct Call {
     int64_t out_stride;
     const Sequence* sequences;
 
+    // Of row r: the sequence, and which of its tokens.
+    const Sequence& sequence(const Task& task, int r) const {
+        return sequences[task.members ? task.members[r / shape.group()] : task.sequence];
+    }
+    int token(const Task& task, int r) const { return task.members ? 0 : (task.first_row + r) / shape.group(); }
+
     const T* query_row(const Task& task, int r) const {
-        int at = task.first_row + r, group = shape.group();
-        return query + (sequences[task.sequence].begin + at / group) * query_stride +
-               (task.head * group + at % group) * shape.dim;
+        const int group = shape.group(), head = task.head * group + (task.first_row + r) % group;
+        return query + (sequence(task, r).begin + token(task, r)) * query_stride + head * shape.dim;
     }
-    int position(const Task& task, int r) const {
-        return sequences[task.sequence].start + (task.first_row + r) / shape.group();
-    }
+    int position(const Task& task, int r) const { return sequence(task, r).start + token(task, r); }
     const T* key(const Task& task, int at) const {
         return keys + sequences[task.sequence].table[at / shape.block_size] * block_stride +
                (int64_t(at % shape.block_size) * shape.kv_heads + task.head) * shape.dim;
@@ -69,10 +82,10 @@ template <typename T> struct Call {
 struct Range {
     int from, to, oldest, newest;
     template <typename T> Range(const Call<T>& call, const Task& task, int alignment = 1) {
-        oldest = call.position(task, 0);
-        newest = call.position(task, task.rows - 1);
+        oldest = task.members ? task.to - 1 : call.position(task, 0);
+        newest = task.members ? task.to - 1 : call.position(task, task.rows - 1);
         int window = call.options.window, begin = window ? std::max(0, oldest - window + 1) : 0, end = newest + 1;
-        begin = begin / alignment * alignment;
+        begin = std::max(begin / alignment * alignment, task.from);
         int share = ((end - begin + task.pieces - 1) / task.pieces + KEYS - 1) / KEYS * KEYS;
         from = std::min(begin + task.piece * share, end);
         to = std::min(from + share, end);
