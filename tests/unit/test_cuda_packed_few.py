@@ -60,6 +60,8 @@ def test_arithmetic(
     want = x.double() @ packing.dense(weight).double().T
     if bias is not None and total is not None:
         want = want + bias + total
+    if added:  # and rows that lie apart
+        weight = torch.nn.functional.pad(weight, (0, 64), value=255)[:, : packing.row_bytes]
     tiles = -(-n // (16 * tile.tiles))
     launch = Launch(tile, blocks, 1 if tiles <= blocks else 2, tile.shared_bytes(packing, 1 if tiles <= blocks else 2))
     out = total if total is not None else torch.full((rows, n), torch.nan, dtype=dtype)
@@ -136,6 +138,32 @@ def test_code_is_kept_between_starts(own_cache: Path, monkeypatch: pytest.Monkey
     assert own_cache.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("damage", [b"", b"short", None], ids=["empty", "cut off", "altered"])
+def test_a_torn_file_is_made_again(damage: bytes | None, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Counting()
+    monkeypatch.setattr(compiler, "nvrtc", lambda: fake)
+    first = compiler.cubin("packed_few.cu", {}, (9, 0))
+    [file] = own_cache.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + b"?" if damage is None else damage)
+    assert compiler.cubin("packed_few.cu", {}, (9, 0)) == first and fake.calls == 2
+    assert file.read_bytes() == whole
+
+
+def test_a_file_that_is_removed_meanwhile_is_made_again(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "nvrtc", Counting)
+    first = compiler.cubin("packed_few.cu", {}, (9, 0))
+
+    def gone(path: Path) -> bool:
+        if path.is_file():
+            path.unlink()
+            raise FileNotFoundError(path)
+        return True
+
+    monkeypatch.setattr(compiler, "is_private", gone)
+    assert compiler.cubin("packed_few.cu", {}, (9, 0)) == first
+
+
 def test_code_that_others_may_write_is_not_loaded(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "nvrtc", Counting)
     compiler.cubin("packed_few.cu", {}, (9, 0))
@@ -146,8 +174,9 @@ def test_code_that_others_may_write_is_not_loaded(own_cache: Path, monkeypatch: 
     assert compiler.cubin("packed_few.cu", {}, (9, 0)).startswith(b"code")
 
 
-def test_a_directory_that_cannot_be_made_only_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVBOOST_CACHE_DIR", "/proc/nowhere")
+@pytest.mark.parametrize("place", ["/proc/nowhere", "~nobody-of-this-name/x"])
+def test_a_directory_that_cannot_be_made_only_costs_time(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_CACHE_DIR", place)
     monkeypatch.setattr(compiler, "nvrtc", Counting)
     assert compiler.cubin("packed_few.cu", {}, (9, 0)).startswith(b"code")
 
@@ -164,6 +193,58 @@ def test_a_machine_without_a_gpu_is_not_served() -> None:
     packing = Packing(Scheme.ZEROS, 4, 256, 128)
     x, weight = torch.zeros(1, 256, dtype=torch.bfloat16), random_rows(packing, 32)
     assert not packed_few.serves(x, weight, packing)
+
+
+def test_what_does_not_fit_is_left_to_the_kernel_that_says_so() -> None:
+    packing = Packing(Scheme.ZEROS, 4, 256, 128)
+    fit = packed_few._fit_each_other
+    x, weight = torch.zeros(2, 256, dtype=torch.float16), random_rows(packing, 32)
+    bias = torch.zeros(32, dtype=torch.float16)
+    assert fit(x, weight, packing, None) and fit(x, weight, packing, bias)
+    wider = torch.zeros(32, packing.row_bytes + 64, dtype=torch.uint8)[:, : packing.row_bytes]
+    assert fit(x, wider, packing, None), "rows may lie apart"
+    assert not fit(x, weight[:, :-16], packing, None)
+    assert not fit(x, weight.to(torch.int8), packing, None)
+    assert not fit(x[:, :128], weight, packing, None)
+    assert not fit(x.float(), weight, packing, None)
+    assert not fit(torch.zeros(17, 256, dtype=torch.float16), weight, packing, None)
+    assert not fit(torch.zeros(2, 260, dtype=torch.float16)[:, 4:], weight, packing, None), "not at 16 bytes"
+    for wrong in (bias[:7], torch.zeros(64, dtype=torch.float16)[::2], bias.float()):
+        assert not fit(x, weight, packing, wrong)
+    for total in (bias, torch.zeros(2, 32), torch.zeros(32, 2, dtype=torch.float16).T):
+        with pytest.raises(ValueError, match="total"):
+            packed_few.packed_few(x, weight, packing, total=total)
+    with pytest.raises(ValueError, match="does not serve"):
+        packed_few.packed_few(x, weight, packing, tile=FewTile(1, 1, 8, 3, 3, 1))
+
+
+def test_a_kernel_that_cannot_be_had_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+
+    def fails(*key: object) -> None:
+        tried.append(key)
+        raise CudaUnavailable("NVRTC was not found")
+
+    packing = Packing(Scheme.ZEROS, 4, 256, 128)
+    launches = {rows: chosen_tile(packing, 64, rows, H200) for rows in range(1, 17)}
+    monkeypatch.setattr(packed_few, "_failed", {})
+    monkeypatch.setattr(packed_few, "_kernel", fails)
+    monkeypatch.setattr(packed_few, "_launchable", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(packed_few, "_launch", lambda d, p, n, rows: Launch(launches[rows], 1, 1, 0))
+    for _ in range(3):
+        for rows in range(1, 17):
+            assert not packed_few._has_kernel(torch.device("cuda", 0), LARGE, packing, 64, rows)
+    assert len(tried) == len(set(launches.values()))
+    assert caplog.text.count("NVRTC was not found") == 1
+
+
+def test_16_rows_of_a_weight_are_served() -> None:
+    packing = Packing(Scheme.ZEROS, 4, 512, 128)
+    for rows in (1, 2, 4):
+        assert chosen_tile(packing, 16, rows, H200).tiles == 1
 
 
 @pytest.mark.parametrize("gpu", [H200, RTX], ids=["H200", "RTX"])

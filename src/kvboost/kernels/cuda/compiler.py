@@ -16,14 +16,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvboost.cache.private import cache_path, is_private
 
 HERE = Path(__file__).parent
-MAJORS = (13, 12)
-"""Versions of CUDA whose NVRTC is looked for."""
+MAJORS = ("13", "12")
+"""Versions of CUDA whose NVRTC is looked for; that of PyTorch's own comes first, as the driver serves it."""
+
+DIGEST_BYTES = 32
 
 
-class CudaUnavailable(Exception):
+class CudaUnavailable(RuntimeError):
     """CUDA C++ kernels cannot be had on this machine; the text says why."""
 
 
@@ -33,13 +37,11 @@ def cubin(source: str, definitions: Mapping[str, int], capability: tuple[int, in
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     options += [f"-D{name}={int(value)}" for name, value in sorted(definitions.items())]
     path = _kept(source, options, compiler)
-    if path is not None and path.is_file():
-        if not is_private(path):
-            raise CudaUnavailable(f"{path} can be written by others; set KVBOOST_CACHE_DIR to a private directory")
-        return path.read_bytes()
-    code = compiler.compile(source, options)
-    if path is not None:
-        _keep(path, code)
+    code = None if path is None else _found(path)
+    if code is None:
+        code = compiler.compile(source, options)
+        if path is not None:
+            _keep(path, code)
     return code
 
 
@@ -47,7 +49,7 @@ def cubin(source: str, definitions: Mapping[str, int], capability: tuple[int, in
 def nvrtc() -> Nvrtc:
     """The compiler. Raises `CudaUnavailable`."""
     tried = []
-    for major in MAJORS:
+    for major in sorted(MAJORS, key=lambda major: not (torch.version.cuda or "").startswith(major)):
         name = f"libnvrtc.so.{major}"
         for path in (*_beside_torch(name), name):
             try:
@@ -109,12 +111,24 @@ def _kept(source: str, options: list[str], compiler: Nvrtc) -> Path | None:
         digest.update(file.name.encode() + file.read_bytes())
     for text in (compiler.version, *options):
         digest.update(text.encode() + b"\0")
-    directory = cache_path("cuda")
     try:
+        directory = cache_path("cuda")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         return directory / f"{Path(source).stem}-{digest.hexdigest()}.cubin" if is_private(directory) else None
     except (OSError, RuntimeError):
         return None
+
+
+def _found(path: Path) -> bytes | None:
+    """The code in a kept file; None where there is none, or it is torn. Raises `CudaUnavailable` for one of others."""
+    try:
+        private, content = is_private(path), path.read_bytes()
+    except OSError:
+        return None
+    if not private:
+        raise CudaUnavailable(f"{path} can be written by others; set KVBOOST_CACHE_DIR to a private directory")
+    digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+    return code if code and blake2b(code, digest_size=DIGEST_BYTES).digest() == digest else None
 
 
 def _keep(path: Path, code: bytes) -> None:
@@ -122,7 +136,7 @@ def _keep(path: Path, code: bytes) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch) / path.name
-            made.write_bytes(code)
+            made.write_bytes(blake2b(code, digest_size=DIGEST_BYTES).digest() + code)
             made.chmod(0o600)
             os.replace(made, path)
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -50,6 +51,16 @@ def _require(status: int, what: str) -> None:
         raise CudaUnavailable(f"{what} failed with {(name.value or b'an unknown error').decode()}")
 
 
+_thread = threading.local()
+
+
+def _bind_context() -> None:
+    """Once a thread: the driver's calls need the context that PyTorch's make current."""
+    if not getattr(_thread, "bound", False):
+        torch.cuda.mem_get_info()
+        _thread.bound = True
+
+
 class Kernel:
     """One kernel of loaded machine code, for the device that is current when it is made.
 
@@ -58,7 +69,7 @@ class Kernel:
 
     def __init__(self, code: bytes, name: str, threads: int, most_shared_bytes: int) -> None:
         self._cuda = _cuda()
-        torch.cuda.current_stream()  # makes the context that PyTorch uses
+        _bind_context()
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _require(self._cuda.cuModuleLoadData(ctypes.byref(module), code), "loading a kernel")
         _require(self._cuda.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}")
@@ -72,7 +83,12 @@ class Kernel:
         self._starts_early = torch.cuda.get_device_capability() >= (9, 0)
 
     def launch(self, grid: tuple[int, int], shared_bytes: int, arguments: Sequence[Any]) -> None:
-        """On the current stream; `arguments` are ctypes values as the kernel declares them."""
+        """On the current stream of the current device; `arguments` are ctypes values as the kernel declares them.
+
+        On newer GPUs the kernel may start before the one before has ended: what it reads before it waits must not have been
+        written by that one.
+        """
+        _bind_context()
         config = _Config(
             grid=(*grid, 1), block=(self._threads, 1, 1), shared_bytes=shared_bytes,
             stream=torch.cuda.current_stream().cuda_stream,

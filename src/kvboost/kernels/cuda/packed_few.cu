@@ -35,6 +35,7 @@ constexpr u32 ONES = BF16 ? 0x3f803f80u : 0x3c003c00u;
 struct Shape {
     u64 row_bytes, x_bytes;  // from row to row
     int rows, n, k;          // of x; of W
+    int tail;                // bytes of a row from its scales on
     int scales_at, beside_at;
     int buffers;  // 1 where every block has one tile, else 2
 };
@@ -200,7 +201,7 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
     SHARED_MEMORY(memory);
     typedef float TileSums[WARPS][COLS * 8][PADDED];
     constexpr int SUM_ROWS = X_SHARED > 2 ? X_SHARED : 2;
-    const int tail = s.row_bytes - s.scales_at, units = tail / 16;
+    const int tail = s.tail, units = tail / 16;
     TileSums* tile_sums = (TileSums*)memory;                  // for tiles in turn
     u8* factors = memory + s.buffers * sizeof(TileSums);      // the same: ROWS * tail
     u8* x_shared = factors + s.buffers * ROWS * tail;         // X_SHARED rows

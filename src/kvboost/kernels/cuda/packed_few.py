@@ -92,29 +92,38 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         ("row_bytes", ctypes.c_uint64), ("x_bytes", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("rows", "n", "k", "scales_at", "beside_at", "buffers")),
+        *((name, ctypes.c_int) for name in ("rows", "n", "k", "tail", "scales_at", "beside_at", "buffers")),
     )  # fmt: skip
 
 
 def shape_of(x: Tensor, weight: Tensor, packing: Packing, buffers: int) -> Shape:
     return Shape(
         row_bytes=weight.stride(0), x_bytes=x.stride(0) * x.element_size(), rows=x.shape[0], n=weight.shape[0],
-        k=packing.k, scales_at=packing.scales_at, beside_at=packing.beside_at, buffers=buffers,
+        k=packing.k, tail=packing.row_bytes - packing.scales_at, scales_at=packing.scales_at, beside_at=packing.beside_at, buffers=buffers,
     )  # fmt: skip
 
 
 def serves(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> bool:
-    """Whether `packed_few` can compute this product here; otherwise the Triton kernel does."""
+    """Whether `packed_few` can compute this product here; otherwise the Triton kernel does, or says what is wrong."""
     return (
-        x.dtype in DTYPES
-        and 0 < x.shape[0] <= MOST_ROWS
+        x.device.type == "cuda"
+        and _fit_each_other(x, weight, packing, bias)
         and knows(packing)
-        and x.shape[1] == packing.k
-        and x.stride(1) == 1
-        and not (x.data_ptr() | x.stride(0) * 2 | weight.data_ptr() | weight.stride(0)) % 16
-        and (bias is None or bias.dtype == x.dtype)
         and _has_kernel(x.device, x.dtype, packing, weight.shape[0], x.shape[0])
     )
+
+
+def _fit_each_other(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None) -> bool:
+    rows = x.dtype in DTYPES and x.dim() == 2 and 0 < x.shape[0] <= MOST_ROWS
+    inner = rows and x.shape[1] == packing.k and x.stride(1) == 1
+    packed = weight.dtype == torch.uint8 and weight.dim() == 2 and weight.shape[1] == packing.row_bytes
+    aligned = not (x.data_ptr() | x.stride(0) * x.element_size() | weight.data_ptr() | weight.stride(0)) % 16
+    added = bias is None or _like_a_row(bias, x, (weight.shape[0],))
+    return inner and packed and weight.stride(1) == 1 and weight.device == x.device and aligned and added
+
+
+def _like_a_row(other: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
+    return other.shape == shape and other.dtype == x.dtype and other.device == x.device and other.is_contiguous()
 
 
 def knows(packing: Packing) -> bool:
@@ -136,9 +145,19 @@ def packed_few(
     """`x [rows, k] @ W.T + bias [n]` in bf16 or fp16, summed in fp32 and rounded once; for what `serves` tells.
 
     weight: uint8 `[n, packing.row_bytes]`. total: contiguous `[rows, n]`; the product is added to it, in place, and it is
-    returned. tile overrides the rule. Raises `CudaUnavailable` when the kernel cannot be compiled or launched.
+    returned. tile overrides the rule. The weight is read ahead of the kernel before, so that must not have written it. Raises
+    `CudaUnavailable` when the kernel cannot be compiled or launched, ValueError for a `total` or `tile` that does not fit.
     """
     rows, n = x.shape[0], weight.shape[0]
+    if total is not None and not _like_a_row(total, x, (rows, n)):
+        raise ValueError(
+            f"total {tuple(total.shape)} in {total.dtype} must be a contiguous [{rows}, {n}] in {x.dtype}."
+        )
+    if tile is not None and (n < 16 * tile.tiles or 0 < tile.x_shared < rows):
+        raise ValueError(f"{tile} does not serve {rows} rows of x and {n} of the weight.")
+    if x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return packed_few(x, weight, packing, bias, total=total, tile=tile)
     plan = _launch(x.device, packing, n, rows) if tile is None else planned(tile, packing, n, Gpu.of(x.device))
     kernel = _kernel(x.device, x.dtype, packing.scheme, packing.group, plan.tile)
     out = x.new_empty(rows, n) if total is None else total
@@ -166,7 +185,10 @@ def chosen_tile(packing: Packing, n: int, rows: int, gpu: Gpu) -> FewTile:
 
 
 def _fits(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> bool:
-    return tile.blocks * (planned(tile, packing, n, gpu).shared_bytes + RESERVED_BYTES) <= gpu.shared_bytes
+    return (
+        n >= 16 * tile.tiles
+        and tile.blocks * (planned(tile, packing, n, gpu).shared_bytes + RESERVED_BYTES) <= gpu.shared_bytes
+    )
 
 
 def _busy(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> float:
@@ -192,19 +214,34 @@ def _launch(device: torch.device, packing: Packing, n: int, rows: int) -> Launch
     return planned(chosen_tile(packing, n, rows, gpu), packing, n, gpu)
 
 
-@lru_cache(maxsize=4096)
+_failed: dict[tuple[torch.device, torch.dtype, Scheme, int, FewTile], str] = {}
+"""Kernels that could not be had, and why; they are not tried again."""
+
+
 def _has_kernel(device: torch.device, dtype: torch.dtype, packing: Packing, n: int, rows: int) -> bool:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
+    if not _launchable(device, packing, n, rows):
         return False
-    plan = _launch(device, packing, n, rows)
-    if n < 16 * plan.tile.tiles or plan.shared_bytes > Gpu.of(device).block_shared_bytes:
+    key = (device, dtype, packing.scheme, packing.group, _launch(device, packing, n, rows).tile)
+    if key in _failed:
         return False
     try:
-        _kernel(device, dtype, packing.scheme, packing.group, plan.tile)
+        _kernel(*key)
     except CudaUnavailable as error:
-        log.warning("4-bit products use Triton, which is slower for a few rows: %s", error)
+        if torch.cuda.is_current_stream_capturing():  # which may be why; it is tried again outside
+            return False
+        if str(error) not in _failed.values():
+            log.warning("4-bit products use Triton, which is slower for a few rows: %s", error)
+        _failed[key] = str(error)
         return False
     return True
+
+
+@lru_cache(maxsize=4096)
+def _launchable(device: torch.device, packing: Packing, n: int, rows: int) -> bool:
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        return False
+    plan = _launch(device, packing, n, rows)
+    return n >= 16 * plan.tile.tiles and plan.shared_bytes <= Gpu.of(device).block_shared_bytes
 
 
 @cache

@@ -223,6 +223,8 @@ def _joined(parameters: Sequence[Any]) -> Tensor:
         shape = (rows, *first.shape[1:])
         return first.detach().as_strided(shape, first.stride(), first.storage_offset())
     whole = torch.cat([p.detach() for p in parameters])
+    if whole.is_cuda:  # products read weights ahead of the kernel before them (kernels/cuda/driver.py)
+        torch.cuda.synchronize(whole.device)
     at = 0
     for parameter in parameters:
         parameter.data = whole[at : at + parameter.shape[0]]
