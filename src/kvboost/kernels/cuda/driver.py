@@ -56,9 +56,13 @@ _thread = threading.local()
 
 def _bind_context() -> None:
     """Once a thread: the driver's calls need the context that PyTorch's make current."""
-    if not getattr(_thread, "bound", False):
+    if getattr(_thread, "bound", False):
+        return
+    context = ctypes.c_void_p()
+    _cuda().cuCtxGetCurrent(ctypes.byref(context))
+    if not context:
         torch.cuda.mem_get_info()
-        _thread.bound = True
+    _thread.bound = True
 
 
 class Kernel:
