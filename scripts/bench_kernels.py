@@ -31,9 +31,9 @@ from kvboost.attention.paged_torch import Span
 from kvboost.attention.step_tensors import StepInputs, StepTensors
 from kvboost.cache.layout import LayerShape, SlabLayout
 from kvboost.cache.pool import KVPool
+from kvboost.kernels.cuda.packed_few import serves as served_by_cuda
 from kvboost.kernels.triton.attention import Tile, paged_attention
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
-from kvboost.kernels.cuda.packed_few import serves as served_by_cuda
 from kvboost.kernels.triton.packed import look_up, packed_many_rows, packed_product, unpack
 from kvboost.kernels.triton.packed_linear import PackedTile, packed_few_rows
 from kvboost.kernels.triton.packed_linear import chosen_tile as chosen_packed_tile

@@ -192,10 +192,7 @@ def main() -> None:
         print(f"peak so far {report['peak_gib']:.3f} GiB (NVML, without the ballast)", flush=True)
         if options.json:  # after each link: what comes later may be cut off
             options.json.write_text(json.dumps(report, indent=1) + "\n")
-    report["peak_gib"] = peak.end() / GIB
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    if report["peak_gib"] > options.card_gib:
+    if peak.end() / GIB > options.card_gib:
         sys.exit("the peak is above the card's memory")
 
 

@@ -231,7 +231,6 @@ def test_a_kernel_that_cannot_be_had_is_told_once(
     launches = {rows: chosen_tile(packing, 64, rows, H200) for rows in range(1, 17)}
     monkeypatch.setattr(packed_few, "_failed", {})
     monkeypatch.setattr(packed_few, "_kernel", fails)
-    monkeypatch.setattr(packed_few, "_launchable", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(packed_few, "_launch", lambda d, p, n, rows: Launch(launches[rows], 1, 1, 0))
     for _ in range(3):

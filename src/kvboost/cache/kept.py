@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,14 +33,18 @@ class Kept:
 
 
 def kept() -> list[Kept]:
-    """Everything, the largest first. What cannot be read is passed over."""
+    """Everything, the largest first. What cannot be read, or goes meanwhile, is passed over."""
     found = []
     for directory, kind in KINDS.items():
         root = cache_path(directory)
-        if directory == "layers":
-            found += [_described(path, kind, _name(path)) for path in _directories(root)]
-        elif root.is_dir() and not root.is_symlink():
-            found.append(_described(root, kind, f"{sum(1 for _ in _files(root))} files"))
+        for path in _entries(root) if directory == "layers" else (root,):
+            with suppress(OSError):
+                status = path.lstat()
+                if stat.S_ISDIR(status.st_mode):
+                    files = _files(path)
+                    name = _name(path) if directory == "layers" else f"{len(files)} files"
+                    used = max(file.st_mtime for file in (status, *files))
+                    found.append(Kept(kind, name, path, sum(file.st_size for file in files), used))
     return sorted(found, key=lambda item: -item.nbytes)
 
 
@@ -48,26 +53,20 @@ def remove(item: Kept) -> None:
     shutil.rmtree(item.path)
 
 
-def _described(path: Path, kind: str, name: str) -> Kept:
-    stats = [file.lstat() for file in _files(path)]
-    used = max((status.st_mtime for status in (*stats, path.lstat())), default=0.0)
-    return Kept(kind, name, path, sum(status.st_size for status in stats), used)
-
-
-def _directories(root: Path) -> Iterator[Path]:
+def _entries(path: Path) -> list[Path]:
     try:
-        yield from (path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+        return list(path.iterdir())
     except OSError:
-        return
+        return []
 
 
-def _files(path: Path) -> Iterator[Path]:
-    try:
-        for file in path.iterdir():
-            if stat.S_ISREG(file.lstat().st_mode):
-                yield file
-    except OSError:
-        return
+def _files(path: Path) -> list[os.stat_result]:
+    """Of a directory, without links and what they name."""
+    found = []
+    for file in _entries(path):
+        with suppress(OSError):
+            found.append(file.lstat())
+    return [status for status in found if stat.S_ISREG(status.st_mode)]
 
 
 def _name(path: Path) -> str:

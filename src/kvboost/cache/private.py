@@ -15,6 +15,12 @@ def cache_path(name: str) -> Path:
     return (Path(root).expanduser() if root else Path.home() / ".cache") / "kvboost" / name
 
 
+def make_private(path: Path) -> bool:
+    """Make a directory that only this user may write; whether it is one, as it may have been there. Raises OSError."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return is_private(path)
+
+
 def is_private(path: Path) -> bool:
     """Whether it belongs to this user and nobody else may write to it. Raises OSError when it is not there."""
     status = path.stat()

@@ -24,8 +24,8 @@ def cache(
         raise ConfigError("older_than_days", "only says what --clear removes. Add --clear.")
     items = kept()
     if clear:
-        limit = time.time() - (older_than_days or 0) * 86_400
-        items = [item for item in items if older_than_days is None or item.used < limit]
+        if older_than_days is not None:
+            items = [item for item in items if item.used < time.time() - older_than_days * 86_400]
         for item in items:
             try:
                 remove(item)
@@ -35,12 +35,13 @@ def cache(
         {"kind": item.kind, "name": item.name, "gib": item.nbytes / 2**30, "used": item.used, "path": str(item.path)}
         for item in items
     ]
+    verb = "removed" if clear else "kept"
     if as_json:
-        typer.echo(json.dumps({"removed" if clear else "kept": rows}, indent=2))
+        typer.echo(json.dumps({verb: rows}, indent=2))
     elif not rows:
-        typer.echo("Nothing was removed." if clear else "Nothing is kept.")
+        typer.echo(f"Nothing {'was' if clear else 'is'} {verb}.")
     else:
-        _print_table(rows, "removed" if clear else "kept")
+        _print_table(rows, verb)
 
 
 def _print_table(rows: list[dict[str, Any]], verb: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvboost.cache.kept import MAX_NAME, NAME_FILE
 from kvboost.cache.pages import zeroed_buffer
-from kvboost.cache.private import CACHE_VARIABLE, cache_path, is_private
+from kvboost.cache.private import CACHE_VARIABLE, cache_path, make_private
 from kvboost.errors import ConfigError, ModelLoadError
 
 HEADER_BYTES = 4096
@@ -59,8 +59,7 @@ def _make_private(path: Path) -> None:
             BUDGET, "this system cannot read files the way streaming from disk needs (Linux and macOS can)."
         )
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        private = is_private(path)
+        private = make_private(path)
     except OSError as error:
         raise ConfigError(CACHE_VARIABLE, f"{path}: {error.strerror}. Give a directory that can be written.") from error
     if not private:
@@ -81,10 +80,9 @@ class DiskStore:
         self._key, self._sizes = key, tuple(sizes)
         self.directory = directory / blake2b(key.encode(), digest_size=DIGEST_BYTES).hexdigest()
         _make_private(self.directory)
-        with suppress(OSError):  # for `kvboost cache`, which also sees by it when the layers were last used
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _flag("O_NOFOLLOW")
-            with os.fdopen(os.open(self.directory / NAME_FILE, flags, 0o600), "wb") as file:
-                file.write(name[:MAX_NAME].encode(errors="replace"))
+        # For `kvboost cache`, which also sees by it when the layers were last used.
+        with suppress(OSError), os.fdopen(_created(self.directory / NAME_FILE), "wb") as file:
+            file.write(name[:MAX_NAME].encode(errors="replace"))
         for old in self.directory.glob("*.tmp-*"):  # of processes that ended while they wrote
             if not _alive(old.name.rpartition("-")[2]):
                 with suppress(OSError):
@@ -127,8 +125,7 @@ class DiskStore:
         temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
         padding = bytes(_padded(len(data)) - len(data))
         try:
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _flag("O_NOFOLLOW"), 0o600)
-            with os.fdopen(handle, "wb", buffering=0) as file:
+            with os.fdopen(_created(temporary), "wb", buffering=0) as file:
                 for part in (_header(self._key, layer, len(data), digest), data, padding):
                     _write_all(file.fileno(), part)
                 os.fsync(file.fileno())
@@ -282,6 +279,11 @@ def _drop_cached(handle: int) -> None:
 
 def _padded(size: int) -> int:
     return -(-size // HEADER_BYTES) * HEADER_BYTES
+
+
+def _created(path: Path) -> int:
+    """A file of this user alone, empty, open for writing."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _flag("O_NOFOLLOW"), 0o600)
 
 
 def _flag(name: str) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvboost.cache.private import cache_path, is_private
+from kvboost.cache.private import cache_path, is_private, make_private
 
 HERE = Path(__file__).parent
 MAJORS = ("13", "12")
@@ -113,8 +113,7 @@ def _kept(source: str, options: list[str], compiler: Nvrtc) -> Path | None:
         digest.update(text.encode() + b"\0")
     try:
         directory = cache_path("cuda")
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return directory / f"{Path(source).stem}-{digest.hexdigest()}.cubin" if is_private(directory) else None
+        return directory / f"{Path(source).stem}-{digest.hexdigest()}.cubin" if make_private(directory) else None
     except (OSError, RuntimeError):
         return None
 

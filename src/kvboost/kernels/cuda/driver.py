@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from kvboost.kernels.cuda.compiler import CudaUnavailable
+from kvboost.kernels.triton.support import starts_early
 
 PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: start when the kernel before lets go, and wait for what it stores
 inside (`wait_for_kernel_before` in machine.h)."""
-
 
 MAX_DYNAMIC_SHARED_SIZE = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
@@ -84,7 +84,7 @@ class Kernel:
         self._threads = threads
         self._early = _Attribute(id=PROGRAMMATIC_SERIALIZATION)
         self._early.value[0] = 1
-        self._starts_early = torch.cuda.get_device_capability() >= (9, 0)
+        self._starts_early = starts_early(torch.device("cuda", torch.cuda.current_device()))
 
     def launch(self, grid: tuple[int, int], shared_bytes: int, arguments: Sequence[Any]) -> None:
         """On the current stream of the current device; `arguments` are ctypes values as the kernel declares them.

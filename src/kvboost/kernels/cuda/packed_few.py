@@ -159,6 +159,8 @@ def packed_few(
         with torch.cuda.device(x.device):
             return packed_few(x, weight, packing, bias, total=total, tile=tile)
     plan = _launch(x.device, packing, n, rows) if tile is None else planned(tile, packing, n, Gpu.of(x.device))
+    if plan is None:
+        raise ValueError(f"this GPU has no kernel for {rows} rows of x and {n} of the weight.")
     kernel = _kernel(x.device, x.dtype, packing.scheme, packing.group, plan.tile)
     out = x.new_empty(rows, n) if total is None else total
     shape = shape_of(x, weight, packing, plan.buffers)
@@ -209,9 +211,13 @@ def planned(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def _launch(device: torch.device, packing: Packing, n: int, rows: int) -> Launch:
+def _launch(device: torch.device, packing: Packing, n: int, rows: int) -> Launch | None:
+    """None where the GPU or the weight is too small for it."""
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        return None
     gpu = Gpu.of(device)
-    return planned(chosen_tile(packing, n, rows, gpu), packing, n, gpu)
+    plan = planned(chosen_tile(packing, n, rows, gpu), packing, n, gpu)
+    return plan if n >= 16 * plan.tile.tiles and plan.shared_bytes <= gpu.block_shared_bytes else None
 
 
 _failed: dict[tuple[torch.device, torch.dtype, Scheme, int, FewTile], str] = {}
@@ -219,9 +225,10 @@ _failed: dict[tuple[torch.device, torch.dtype, Scheme, int, FewTile], str] = {}
 
 
 def _has_kernel(device: torch.device, dtype: torch.dtype, packing: Packing, n: int, rows: int) -> bool:
-    if not _launchable(device, packing, n, rows):
+    plan = _launch(device, packing, n, rows)
+    if plan is None:
         return False
-    key = (device, dtype, packing.scheme, packing.group, _launch(device, packing, n, rows).tile)
+    key = (device, dtype, packing.scheme, packing.group, plan.tile)
     if key in _failed:
         return False
     try:
@@ -234,14 +241,6 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, packing: Packing, n: i
         _failed[key] = str(error)
         return False
     return True
-
-
-@lru_cache(maxsize=4096)
-def _launchable(device: torch.device, packing: Packing, n: int, rows: int) -> bool:
-    if torch.cuda.get_device_capability(device) < CAPABILITY:
-        return False
-    plan = _launch(device, packing, n, rows)
-    return n >= 16 * plan.tile.tiles and plan.shared_bytes <= Gpu.of(device).block_shared_bytes
 
 
 @cache

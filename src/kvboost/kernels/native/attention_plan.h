@@ -4,7 +4,7 @@
 #pragma once
 
 #include <algorithm>
-#include <numeric>
+#include <iterator>
 #include <vector>
 
 #include "attention_task.h"

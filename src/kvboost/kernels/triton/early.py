@@ -7,19 +7,11 @@ step of decoding has hundreds, and lets products read weights ahead that need no
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
-CAPABILITY = (9, 0)
-
-
-@lru_cache
-def starts_early(device: torch.device) -> bool:
-    """Whether kernels on this device do so."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+from kvboost.kernels.triton.support import starts_early
 
 
 def early(device: torch.device) -> dict[str, bool]:

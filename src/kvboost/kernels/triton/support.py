@@ -44,6 +44,12 @@ def serves_packed(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY[dtype]
 
 
+@lru_cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel on this device may start before the one before it has ended, and wait inside (`early`)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _shape_problem(layer: LayerShape, q_heads: int) -> str | None:
     if layer.k_heads != layer.v_heads:
         return f"{layer.k_heads} key heads and {layer.v_heads} value heads"
