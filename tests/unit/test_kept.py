@@ -14,6 +14,8 @@ from kvboost.cache.kept import kept, remove
 from kvboost.cache.pages import zeroed_buffer
 from kvboost.cli.main import app
 from kvboost.errors import ConfigError
+from kvboost.kernels.native import build
+from kvboost.kernels.native.build import NativeUnavailable
 from kvboost.weights.disk import DiskStore, cache_directory
 
 
@@ -78,6 +80,14 @@ def test_use_is_seen_by_the_directory() -> None:
 def test_age_without_clear_is_refused() -> None:
     with pytest.raises(ConfigError, match="Add --clear"):
         run("--older-than-days", "3")
+
+
+def test_a_home_that_is_not_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_CACHE_DIR", "~nobody-of-this-name/x")
+    with pytest.raises(ConfigError, match=r"KVBOOST_CACHE_DIR.*no home directory"):
+        run()
+    with pytest.raises(NativeUnavailable, match="no home directory"):  # and so everything runs in PyTorch
+        build.library()
 
 
 def test_hostile_names_and_links_do_no_harm(own_cache: Path, tmp_path: Path) -> None:

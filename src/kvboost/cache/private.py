@@ -6,13 +6,20 @@ import os
 import stat
 from pathlib import Path
 
+from kvboost.errors import ConfigError
+
 CACHE_VARIABLE = "KVBOOST_CACHE_DIR"
 
 
 def cache_path(name: str) -> Path:
-    """`kvboost/name` in `$KVBOOST_CACHE_DIR`, else in `$XDG_CACHE_HOME`, else in `~/.cache`; not made yet."""
+    """`kvboost/name` in `$KVBOOST_CACHE_DIR`, else in `$XDG_CACHE_HOME`, else in `~/.cache`; not made yet.
+
+    Raises `ConfigError` where no home directory is known."""
     root = os.environ.get(CACHE_VARIABLE) or os.environ.get("XDG_CACHE_HOME")
-    return (Path(root).expanduser() if root else Path.home() / ".cache") / "kvboost" / name
+    try:
+        return (Path(root).expanduser() if root else Path.home() / ".cache") / "kvboost" / name
+    except RuntimeError as error:
+        raise ConfigError(CACHE_VARIABLE, f"no home directory is known for {root or '~'}. Give a directory.") from error
 
 
 def make_private(path: Path) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kvboost.cache.private import cache_path, is_private, make_private
+from kvboost.errors import ConfigError
 
 HERE = Path(__file__).parent
 MAJORS = ("13", "12")
@@ -114,7 +115,7 @@ def _kept(source: str, options: list[str], compiler: Nvrtc) -> Path | None:
     try:
         directory = cache_path("cuda")
         return directory / f"{Path(source).stem}-{digest.hexdigest()}.cubin" if make_private(directory) else None
-    except (OSError, RuntimeError):
+    except (OSError, ConfigError):
         return None
 
 

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kvboost.cache.private import cache_path, is_private
+from kvboost.errors import ConfigError
 
 log = logging.getLogger("kvboost")
 
@@ -54,11 +55,11 @@ def _compiler() -> tuple[str, str]:
 
 
 def _directory() -> Path:
-    directory = cache_path("native")
     try:
+        directory = cache_path("native")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:
-        raise NativeUnavailable(f"{directory} cannot be made ({error}); set KVBOOST_CACHE_DIR") from error
+    except (OSError, ConfigError) as error:
+        raise NativeUnavailable(f"the kernels' directory cannot be made ({error}); set KVBOOST_CACHE_DIR") from error
     _require_own(directory)
     return directory
 
