@@ -121,6 +121,7 @@ def main() -> None:
     qwen = {"q_heads": 28, "kv_heads": 4, "dim": 128}
     many = (*decode(20, 30), chunk(0, 40), chunk(7, 33))
     cases: list[tuple[str, Case, Any]] = [("Qwen2.5-7B, mixed", Case(many, **qwen), half)]
+    cases.append(("Qwen2.5-7B, a shared prompt", Case(decode(*range(70, 90)), shared=((20, 4),), **qwen), half))
     if "--all" in sys.argv:
         gemma = {"q_heads": 16, "kv_heads": 8, "dim": 256, "window": 512, "softcap": 50.0}
         cases += [

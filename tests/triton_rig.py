@@ -61,6 +61,8 @@ class Case:
     alibi: bool = False
     pad_seqs: int = 0
     pad_tokens: int = 0
+    shared: tuple[tuple[int, int], ...] = ()
+    """Of the sequences being decoded, from the first on: so many `(sequences, blocks)` begin with the same blocks."""
     id: str = field(default="", compare=False)
 
 
@@ -99,6 +101,11 @@ def build(
     tables: list[list[int]] = []
     for count in needed:
         tables.append([order.pop() for _ in range(count)])
+    first = 0
+    for members, blocks in case.shared:
+        for table in tables[first + 1 : first + members]:
+            table[:blocks] = tables[first][:blocks]
+        first += members
     elements = size * case.kv_heads * (case.dim + dim_v)
     slabs = torch.full((num_blocks, 3 * elements + 128), float("nan"), dtype=dtype)  # three layers; ours is the middle
     row_k, row_v = case.kv_heads * case.dim, case.kv_heads * dim_v
@@ -138,6 +145,7 @@ def build(
         kv_len=torch.tensor(lengths, **ints),
         decode_seqs=singles,
         prompts=any(count > 1 for count in counts),
+        shared=_shared(case, singles, table_start, ints) if case.shared else None,
     )
     options: dict[str, Any] = {"scaling": case.scaling, "window": case.window, "softcap": case.softcap}
     if case.sinks:
@@ -145,6 +153,22 @@ def build(
     if case.alibi:
         options["slopes"] = torch.tensor([2.0 ** -(i + 1) for i in range(case.q_heads)], device=device)
     return Inputs(query, keys, values, batch, options, tables)
+
+
+def _shared(case: Case, singles: int, table_start: list[int], ints: dict[str, Any]) -> Any:
+    """Groups as `StepTensors` makes them: those that share, one for all other decoded rows, and two of padding."""
+    from kvboost.kernels.triton.attention import SharedKeys
+
+    starts, tables, lengths = [0], [], []
+    kv_begin = [0] * (len(case.sequences) + case.pad_seqs)
+    for members, blocks in case.shared:
+        for seq in range(starts[-1], starts[-1] + members):
+            kv_begin[seq] = blocks * case.block_size
+        tables.append(table_start[starts[-1]])
+        lengths.append(blocks * case.block_size)
+        starts.append(starts[-1] + members)
+    starts, tables, lengths = [*starts, singles, singles, singles], [*tables, 0, 0, 0], [*lengths, 0, 0, 0]
+    return SharedKeys(*(torch.tensor(numbers, **ints) for numbers in (starts, tables, lengths, kv_begin)))
 
 
 def _padding_counts(case: Case) -> list[int]:

@@ -38,8 +38,10 @@ def model_of(kind: str) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_tokens_equal_those_of_transformers(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "least_saved"), [("llama", 1), ("qwen3", 10**9)])
+def test_tokens_equal_those_of_transformers(kind: str, least_saved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With attention shared among the three prompts that begin alike, and without."""
+    monkeypatch.setattr("kvboost.attention.sharing.LEAST_SAVED_TOKENS", least_saved)
     model = model_of(kind)
     shared = [(7 * i) % 120 + 3 for i in range(37)]
     prompts = [shared + [5 + i] * (i + 1) for i in range(3)] + [[9]]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from triton_rig import CASES, Case, build, case_id, check, close, expected, interpreted
+from triton_rig import CASES, Case, build, case_id, check, chunk, close, decode, expected, interpreted
 
 pytest.importorskip("triton")
 
@@ -33,6 +33,23 @@ def test_the_number_of_splits_and_the_tile_change_nothing(case: Case, splits: in
 @pytest.mark.parametrize("case", [CASES[1], CASES[14], CASES[22]], ids=case_id)
 def test_half_precision(case: Case) -> None:
     check(case, torch.float16)
+
+
+SHARING = [
+    Case(decode(70, 66, 90, 65), shared=((4, 4),)),
+    Case(decode(40, 33, 100, 81, 82, 20, 1), shared=((2, 2), (3, 5)), pad_seqs=2, pad_tokens=2),
+    Case((*decode(*range(50, 76)), chunk(5, 9), chunk(0, 3)), shared=((20, 3),), q_heads=6, kv_heads=1, sinks=True),
+    Case(decode(64, 65, 66), shared=((3, 3),), softcap=3.0, q_heads=2, kv_heads=2, dim=32),
+    Case(decode(64, 65, 66), shared=((3, 3),), alibi=True),
+    Case(decode(64, 65, 66), shared=((3, 3),), window=20),  # takes the other way
+    Case((*decode(97), chunk(3, 5)), shared=((1, 6),), pad_seqs=2, pad_tokens=5),
+]
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("case", SHARING, ids=lambda case: f"{case.shared}")
+def test_keys_that_sequences_share(case: Case, splits: int | None) -> None:
+    check(case, torch.float32, splits=splits, tile=None if splits is None else SMALL)
 
 
 sequences = st.lists(

@@ -93,6 +93,35 @@ def test_a_step_equals_the_torch_step(mix: str, options: dict[str, Any]) -> None
     assert torch.equal(ours.slabs, theirs.slabs)
 
 
+@pytest.mark.parametrize("padding", [(None, None), (16, 16), (40, 12)], ids=str)
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"softcap": 3.0}], ids=str)
+def test_sequences_that_share_blocks(
+    options: dict[str, Any], prompts: bool, padding: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.attention.sharing.LEAST_SAVED_TOKENS", 1)
+    common, others = [30, 11, 29], [12, 28]
+    spans = [Span(48 + i, 1, [*common, 13 + i]) for i in range(3)] + [Span(20, 1, [20, 21])]
+    spans += [Span(33 + 5 * i, 1, [*others, 17 + i]) for i in range(2)]
+    spans += [Span(4, 3, [22]), Span(0, 18, [23, 24])] if prompts else []
+    tokens, seqs = padding
+    if tokens == 16 and prompts:
+        tokens = 32
+    ours, theirs = pool_of(40), pool_of(40)
+    theirs.slabs.copy_(ours.slabs)
+    inputs = tensors().fill(spans, pad_tokens_to=tokens, pad_seqs_to=seqs)
+    assert inputs.batch.shared is not None and inputs.key[-1]
+    step, reference = TritonStep(ours, inputs, {3: 0}), PagedStep(theirs, spans, {3: 0})
+    real = sum(span.count for span in spans)
+    q, k, v = random_qkv(tokens or real, LAYERS[0])
+    module: Any = SimpleNamespace(layer_idx=3)
+    out = step.attend(module, q, k, v, **options)[0]
+    want = reference.attend(module, q[:, :, :real], k[:, :, :real], v[:, :, :real], **options)[0]
+    close(out[:real], want.double())
+    assert torch.equal(out[real:], torch.zeros_like(out[real:])), "padding sees nothing"
+    assert torch.equal(ours.slabs, theirs.slabs)
+
+
 def random_qkv(tokens: int, shape: LayerShape) -> tuple[Tensor, Tensor, Tensor]:
     """As a model hands them over: heads before tokens."""
     q = torch.randn(1, tokens, Q_HEADS, shape.k_dim).transpose(1, 2)

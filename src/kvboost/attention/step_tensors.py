@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvboost.attention.paged_torch import Span
-from kvboost.kernels.triton.attention import PackedBatch
+from kvboost.attention.sharing import MAX_GROUPS, Piece, shared_pieces
+from kvboost.kernels.triton.attention import PackedBatch, SharedKeys
 
 Int32s = npt.NDArray[np.int32]
 
@@ -39,7 +40,7 @@ class StepInputs:
     slots: Tensor
     batch: PackedBatch
     alone: int
-    key: tuple[int, int, int, bool]
+    key: tuple[int, int, int, bool, bool]
 
 
 class StepTensors:
@@ -106,11 +107,14 @@ class StepTensors:
         lengths[real_seqs:] = 0
         table_start[:] = 0
         np.cumsum(needed[:-1], out=table_start[1:real_seqs])
+        rows = [self._known.row(s.table, n) for s, n in zip(spans, needed.tolist(), strict=True)]
         if real_seqs:
-            np.concatenate(
-                [self._known.row(s.table, n) for s, n in zip(spans, needed.tolist(), strict=True)], out=tables
-            )
+            np.concatenate(rows, out=tables)
         self._known.forget_unused()
+        singles = _leading_ones(count)
+        pieces = shared_pieces(rows[:singles], (start[:singles] // self._size).tolist(), self._size)
+        if pieces:
+            self._share(host, at, pieces, _leading_ones(counts), table_start, seqs)
 
         owner = np.repeat(np.arange(real_seqs), count)
         position = np.arange(real_tokens) + (start - query_start[:real_seqs])[owner]
@@ -125,16 +129,46 @@ class StepTensors:
         self._send(at.tables + tables.nbytes)
 
         padded = tokens > real_tokens or seqs > real_seqs
-        singles = int((count != 1).argmax()) if (count != 1).any() else real_seqs
         decode_seqs, prompts = singles, singles < real_seqs
         if padded:  # launch for whatever may come in this shape, not for what is there
             prompts = prompts or tokens != seqs
             decode_seqs = min(seqs, tokens) if singles or not prompts else 0
         alone = int(kv_len[0]) if real_seqs == 1 and not padded else 0
-        return self._inputs(at, tokens, seqs, decode_seqs, prompts, alone)
+        return self._inputs(at, tokens, seqs, decode_seqs, prompts, alone, bool(pieces))
 
-    def _inputs(self, at: _Offsets, tokens: int, seqs: int, decode_seqs: int, prompts: bool, alone: int) -> StepInputs:
+    def _share(
+        self,
+        host: npt.NDArray[np.uint8],
+        at: _Offsets,
+        pieces: list[Piece],
+        singles: int,
+        table_start: Int32s,
+        seqs: int,
+    ) -> None:
+        """What the decoding rows share, for the kernels; `singles`: rows of one token with those of padding."""
+        begins, starts, lengths, kv_begin = (
+            host[a : a + 4 * n].view(np.int32)
+            for a, n in (
+                (at.group_start, MAX_GROUPS + 1), (at.group_table, MAX_GROUPS), (at.group_len, MAX_GROUPS), (at.kv_begin, seqs),
+            )
+        )  # fmt: skip
+        begins[:], starts[:], lengths[:], kv_begin[:] = singles, 0, 0, 0
+        for i, (first, end, blocks) in enumerate(pieces):
+            begins[i], starts[i], lengths[i] = first, table_start[first], blocks * self._size
+            kv_begin[first:end] = blocks * self._size
+        if pieces[-1][2] and singles > pieces[-1][1]:  # padding shares nothing
+            begins[len(pieces)] = pieces[-1][1]
+
+    def _inputs(
+        self, at: _Offsets, tokens: int, seqs: int, decode_seqs: int, prompts: bool, alone: int, shares: bool
+    ) -> StepInputs:
         wide, narrow = torch.int64, torch.int32
+        shared = SharedKeys(
+            query_start=self._view(at.group_start, MAX_GROUPS + 1, narrow),
+            table_start=self._view(at.group_table, MAX_GROUPS, narrow),
+            kv_len=self._view(at.group_len, MAX_GROUPS, narrow),
+            kv_begin=self._view(at.kv_begin, seqs, narrow),
+        )
         batch = PackedBatch(
             positions=self._view(at.positions, tokens, wide),
             query_start=self._view(at.query_start, seqs + 1, narrow),
@@ -143,9 +177,10 @@ class StepTensors:
             kv_len=self._view(at.kv_len, seqs, narrow),
             decode_seqs=decode_seqs,
             prompts=prompts,
+            shared=shared if shares else None,
         )
         ids, slots = self._view(at.ids, tokens, wide), self._view(at.slots, tokens, wide)
-        return StepInputs(ids, slots, batch, alone, (tokens, seqs, decode_seqs, prompts))
+        return StepInputs(ids, slots, batch, alone, (tokens, seqs, decode_seqs, prompts, shares))
 
     def _view(self, offset: int, length: int, dtype: torch.dtype) -> Tensor:
         return self._device[offset : offset + length * dtype.itemsize].view(dtype)
@@ -189,6 +224,8 @@ class _Offsets:
 
         self.ids, self.positions, self.slots = place(8 * tokens), place(8 * tokens), place(8 * tokens)
         self.query_start, self.table_start, self.kv_len = place(4 * (seqs + 1)), place(4 * seqs), place(4 * seqs)
+        self.group_start, self.kv_begin = place(4 * (MAX_GROUPS + 1)), place(4 * seqs)
+        self.group_table, self.group_len = place(4 * MAX_GROUPS), place(4 * MAX_GROUPS)
         self.tables = at
 
 
@@ -225,6 +262,11 @@ class _KnownTables:
         if len(self._rows) > 2 * len(self._used) + 64:
             self._rows = {name: row for name, row in self._rows.items() if name in self._used}
         self._used.clear()
+
+
+def _leading_ones(counts: npt.NDArray[np.int64]) -> int:
+    others = counts != 1
+    return int(others.argmax()) if others.any() else len(counts)
 
 
 def _padding(tokens: int, seqs: int) -> npt.NDArray[np.int64]:

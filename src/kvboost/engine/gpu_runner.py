@@ -58,7 +58,7 @@ class GpuRunner(Runner):
 
     def _run_packed(self, work: Sequence[Work], follows: StepLogits | None = None) -> StepLogits:
         """`follows`: the step whose chosen tokens, still on the device, are the inputs of this one."""
-        ordered = sorted(work, key=lambda w: w.count > 1)
+        ordered = sorted(work, key=_place)
         spans = [Span(w.start, w.count, w.request.blocks) for w in ordered]
         prompt_rows = any(w.request.prompt_logprobs is not None for w in ordered)
         tokens = sum(w.count for w in ordered)
@@ -131,6 +131,11 @@ class GpuRunner(Runner):
                 inputs = self._tensors.fill([], None, pad_tokens_to=shape.tokens, pad_seqs_to=shape.seqs)
                 self._graphs.capture(inputs.key, partial(self._last_rows, inputs))
         return self._graphs.count
+
+
+def _place(work: Work) -> tuple[bool, int]:
+    """Decoding comes first, sequences that begin with the same block next to one another."""
+    return work.count > 1, work.request.blocks[0] if work.count == 1 else 0
 
 
 def _token_ids(work: Sequence[Work]) -> np.ndarray[Any, np.dtype[np.int64]]:

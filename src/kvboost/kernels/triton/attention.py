@@ -7,7 +7,7 @@ depend on the shapes of the tensors only, never on what is in them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -28,6 +28,22 @@ ENOUGH_PROGRAMS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """Groups of decoding sequences that begin with the same blocks; device tensors of fixed shapes.
+
+    The groups are the decoding rows cut in pieces: group g has the rows `query_start[g]:query_start[g+1]` (`[G+1]` int32),
+    all of which see the first `kv_len[g]` keys (`[G]` int32) of the table at `table_start[g]` (`[G]` int32); 0 for rows that
+    share nothing, and for padding, which has no rows. kv_begin `[S]` int32: that of each sequence's group; what it has
+    alone begins there.
+    """
+
+    query_start: Tensor
+    table_start: Tensor
+    kv_len: Tensor
+    kv_begin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """Who stands where in the packed row; device tensors of fixed shapes, so that a CUDA graph can be captured over them.
 
@@ -36,7 +52,7 @@ class PackedBatch:
     (`[S]` int32); kv_len `[S]` int32: keys that exist. The first `decode_seqs` sequences may have one token: a
     sequence among them that has, and whose predecessors all have, is decoded. `prompts` tells whether any other
     sequence may have tokens. A sequence with kv_len 0 is padding: its rows become zeros. So rows are only left
-    unwritten when no sequence owns them.
+    unwritten when no sequence owns them. shared: what the decoded sequences have in common, where that is worth a launch.
     """
 
     positions: Tensor
@@ -46,6 +62,7 @@ class PackedBatch:
     kv_len: Tensor
     decode_seqs: int
     prompts: bool
+    shared: SharedKeys | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -96,7 +113,9 @@ def paged_attention(
     if out is None:
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[3])
     launch = _Launch(query, keys, values, batch, out, scaling, window, softcap, sinks, slopes)
-    if batch.decode_seqs:
+    if batch.decode_seqs and batch.shared is not None and window is None:
+        launch.decode_shared(batch.shared, tile, splits)
+    elif batch.decode_seqs:
         launch.run(tile or decode_tile(query, keys, values), batch.decode_seqs, splits, decode=True)
     if batch.prompts:
         chosen = tile or prompt_tile(query, keys, values, batch)
@@ -152,38 +171,74 @@ class _Launch:
         self._scale = scale * log2e if softcap is None else 2.0 * scale * log2e / softcap
 
     def run(self, tile: Tile, tiles: int, splits: int | None, *, decode: bool) -> None:
-        query, keys, values, out, batch = self._query, self._keys, self._values, self._out, self._batch
-        heads = min(self.group, tile.rows)
-        programs = keys.shape[2] * -(-self.group // heads)
-        if splits is None:
-            processors, there = _facts(query.device).processors, tiles * programs
-            wanted = (DECODE_PROGRAMS if decode else PROMPT_PROGRAMS) * processors
-            splits = 1 if there >= ENOUGH_PROGRAMS * processors else min(max(wanted // there, 1), MAX_SPLITS)
-        partial = partial_lse = out  # not read without splits
+        splits = splits or self._splits(tile, tiles, decode)
+        partial = self._partial(splits) if splits > 1 else (self._out, self._out)  # not read without splits
+        self._attend(tile, tiles, splits, decode, self._batch, None, partial, 0, splits)
         if splits > 1:
-            partial = query.new_empty(query.shape[0], query.shape[1], splits, values.shape[3], dtype=torch.float32)
-            partial_lse = query.new_empty(query.shape[0], query.shape[1], splits, dtype=torch.float32)
-        block_dv = _padded(values.shape[3])
+            self._merge(tiles if decode else self._query.shape[0], partial, splits, decode)
+
+    def decode_shared(self, shared: SharedKeys, tile: Tile | None, splits: int | None) -> None:
+        """The decoding sequences: what groups share for all rows of a group at once, what each has alone, and both merged."""
+        batch, query, seqs = self._batch, self._query, self._batch.decode_seqs
+        groups = replace(
+            batch, query_start=shared.query_start, table_start=shared.table_start, kv_len=shared.kv_len, decode_seqs=0
+        )
+        wide = tile or prompt_tile(query[:seqs], self._keys, self._values, groups)
+        narrow = tile or decode_tile(query, self._keys, self._values)
+        tokens = wide.rows // min(self.group, wide.rows)
+        tiles = -(-seqs // tokens) + groups.num_seqs
+        common, alone = (
+            splits or self._splits(wide, -(-seqs // tokens), False),
+            splits or self._splits(narrow, seqs, True),
+        )
+        partial = self._partial(common + alone)
+        self._attend(wide, tiles, common, False, groups, None, partial, 0, common + alone)
+        self._attend(narrow, seqs, alone, True, batch, shared.kv_begin, partial, common, common + alone)
+        self._merge(seqs, partial, common + alone, True)
+
+    def _heads(self, tile: Tile) -> tuple[int, int]:
+        """Of a group in one tile, and programs for all heads."""
+        heads = min(self.group, tile.rows)
+        return heads, self._keys.shape[2] * -(-self.group // heads)
+
+    def _splits(self, tile: Tile, tiles: int, decode: bool) -> int:
+        processors, there = _facts(self._query.device).processors, tiles * self._heads(tile)[1]
+        wanted = (DECODE_PROGRAMS if decode else PROMPT_PROGRAMS) * processors
+        return 1 if there >= ENOUGH_PROGRAMS * processors else min(max(wanted // there, 1), MAX_SPLITS)
+
+    def _partial(self, splits: int) -> tuple[Tensor, Tensor]:
+        """Results of splits, and their log-sum-exp."""
+        shape = (self._query.shape[0], self._query.shape[1], splits)
+        partial = self._query.new_empty(*shape, self._values.shape[3], dtype=torch.float32)
+        return partial, self._query.new_empty(shape, dtype=torch.float32)
+
+    def _attend(
+        self, tile: Tile, tiles: int, splits: int, decode: bool, batch: PackedBatch, kv_begin: Tensor | None,
+        partial: tuple[Tensor, Tensor], first_split: int, all_splits: int,
+    ) -> None:  # fmt: skip
+        query, keys, values, out = self._query, self._keys, self._values, self._out
+        heads, programs = self._heads(tile)
         attention_kernel[(tiles, programs, splits)](
-            query, keys, values, out, partial, partial_lse,
-            batch.positions, batch.query_start, batch.tables, batch.table_start, batch.kv_len, self._sinks, self._slopes,
-            batch.num_seqs, batch.decode_seqs, splits, self._window or 0, self._scale, self._cap, query.shape[1],
-            query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+            query, keys, values, out, *partial,
+            batch.positions, batch.query_start, batch.tables, batch.table_start, kv_begin, batch.kv_len,
+            self._sinks, self._slopes,
+            batch.num_seqs, batch.decode_seqs, splits, first_split, all_splits, self._window or 0, self._scale, self._cap,
+            query.shape[1], query.stride(0), query.stride(1), out.stride(0), out.stride(1),
             keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
             GROUP=self.group, HEADS=heads, DIM=keys.shape[3], DIM_V=values.shape[3],
-            BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=_padded(keys.shape[3]), BLOCK_DV=block_dv, PAGE=keys.shape[1],
-            DECODE=decode, SPLIT=splits > 1, WINDOWED=self._window is not None, CAPPED=self._capped,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=_padded(keys.shape[3]), BLOCK_DV=_padded(values.shape[3]),
+            PAGE=keys.shape[1], DECODE=decode, SPLIT=all_splits > 1, WINDOWED=self._window is not None,
+            CAPPED=self._capped, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=tile.warps, num_stages=tile.stages, **early(query.device),
         )  # fmt: skip
-        if splits > 1:
-            rows = tiles if decode else query.shape[0]
-            merge_kernel[(rows, query.shape[1])](
-                out, partial, partial_lse, batch.query_start, batch.num_seqs, batch.decode_seqs, splits,
-                out.stride(0), out.stride(1),
-                DIM_V=values.shape[3], BLOCK_DV=block_dv, BLOCK_SPLITS=_padded(splits, 2), DECODE=decode,
-                num_warps=4, **early(query.device),
-            )  # fmt: skip
+
+    def _merge(self, rows: int, partial: tuple[Tensor, Tensor], splits: int, decode: bool) -> None:
+        out, batch, dim_v = self._out, self._batch, self._values.shape[3]
+        merge_kernel[(rows, self._query.shape[1])](
+            out, *partial, batch.query_start, batch.num_seqs, batch.decode_seqs, splits, out.stride(0), out.stride(1),
+            DIM_V=dim_v, BLOCK_DV=_padded(dim_v), BLOCK_SPLITS=_padded(splits, 2), DECODE=decode,
+            num_warps=4, **early(self._query.device),
+        )  # fmt: skip
 
 
 def _padded(size: int, least: int = 16) -> int:

@@ -87,11 +87,11 @@ def _sequence_of(tile, query_start, num_seqs, TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs", "decode_seqs", "splits", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "decode_seqs", "splits", "first_split", "all_splits", "window"])
 def attention_kernel(
     query, keys, values, out, partial, partial_lse,
-    positions, query_start, tables, table_start, kv_len, sinks, slopes,
-    num_seqs, decode_seqs, splits, window, scale, cap, num_heads,
+    positions, query_start, tables, table_start, kv_begin, kv_len, sinks, slopes,
+    num_seqs, decode_seqs, splits, first_split, all_splits, window, scale, cap, num_heads,
     query_token_stride, query_head_stride, out_token_stride, out_head_stride,
     key_block_stride, key_token_stride, key_head_stride, value_block_stride, value_token_stride, value_head_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
@@ -102,7 +102,8 @@ def attention_kernel(
     """Grid `(sequences, KV heads x head tiles, splits)` with DECODE, else `(tiles, KV heads x head tiles, splits)`.
 
     With DECODE it serves the leading sequences of one token, without it all others. SPLIT: keys are shared out among
-    `splits` programs, which leave normalised results and their log2-sum-exp2 for `merge_kernel`.
+    `splits` programs, which leave normalised results and their log2-sum-exp2 for `merge_kernel`, as number `first_split` and
+    on of `all_splits`. kv_begin: where the keys of a sequence begin, or None for 0.
     """
     wait_for_kernel_before(EARLY)
     TOKENS: tl.constexpr = BLOCK_M // HEADS
@@ -139,12 +140,14 @@ def attention_kernel(
     begin = 0
     if WINDOWED:
         begin = tl.maximum(low - window + 1, 0)
+    if kv_begin is not None:
+        begin = tl.maximum(begin, tl.load(kv_begin + seq))
     end = tl.minimum(high + 1, length)
     if SPLIT:
         share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), BLOCK_N) * BLOCK_N
         begin = begin + split * share
         end = tl.minimum(end, begin + share)
-        entry = (token * num_heads + head) * splits + split
+        entry = (token * num_heads + head) * all_splits + first_split + split
         if (begin >= end) & (split > 0):
             tl.store(partial_lse + entry, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
             return
@@ -161,7 +164,7 @@ def attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:  # a logit that takes part in the softmax and has no value: the first split counts it
         sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-        if split == 0:
+        if first_split + split == 0:
             peak = sink
             total = total + 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
