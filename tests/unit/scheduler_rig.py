@@ -8,6 +8,7 @@ function of the content it reads in the last slot: wrong KV anywhere shows as a 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from kvboost.cache.blocks import BlockPool
 from kvboost.cache.prefix import root_key
@@ -46,6 +47,15 @@ def next_token(content: int) -> int:
     return END_TOKEN if mixed % 11 == 0 else 1 + (mixed >> 16) % 2
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A step as the device was given it: of each piece of work the blocks, and the tokens up to its end."""
+
+    plan: StepPlan
+    tables: list[list[int]]
+    tokens: list[list[int]]
+
+
 class Rig:
     """Runs operations on a `Scheduler` and checks after each one what must always hold.
 
@@ -63,6 +73,7 @@ class Rig:
         self.content: dict[bytes, list[int]] = {}
         self.seen: Counter[str] = Counter()
         self._salts: dict[str, str | None] = {}
+        self._were_running: set[str] = set()
 
     # -- operations ------------------------------------------------------------------------------------------------
 
@@ -88,76 +99,97 @@ class Rig:
         self.check()
         return request
 
-    def step(self, *, abort: int | None = None, ahead: int = 0) -> StepPlan:
+    def step(self, *, abort: int | None = None, ahead: int = 0, breaks: bool = False) -> StepPlan:
         """One whole step: plan, write, attend, sample, finish. `abort`: end that request between plan and commit.
 
         `ahead`: this many further steps are begun before the tokens of the one before are known, where that may be.
+        `breaks`: the last of those leaves garbage, and fails.
         """
-        plan = self.plan()
+        begun = self._begin(self.plan())
         if abort is not None:
             self._abort(abort)
-        for work in plan.work:
-            self._write(work, garbage=False)
-            self._attend(work)
-        for _ in range(ahead):
-            following = self.scheduler.plan_ahead(plan)
+        self._compute(begun)
+        for i in range(ahead):
+            following = self.scheduler.plan_ahead()
             if following is None:
                 break
-            self._begin_ahead(plan, following)
-            plan = following
-        self._collect(plan)
+            assert not following.preempted
+            following_begun = self._begin(following, begun)
+            self._collect(begun)
+            self.seen["begun ahead"] += len(following.work)
+            self.seen["prompts begun ahead"] += any(w.count > 1 for w in following.work)
+            begun = following_begun
+            if breaks and i == ahead - 1:
+                self.seen["failed ahead"] += 1
+                self._break(begun, len(following.work))
+                return following
+            self._compute(begun)
+        self._collect(begun)
         self.check()
-        return plan
+        return begun.plan
 
-    def _begin_ahead(self, plan: StepPlan, following: StepPlan) -> None:
-        """The device computes `following` with the block tables of now, whoever ends when `plan` is read."""
-        taken = [(work, list(work.request.blocks)) for work in following.work]
-        for work, blocks in taken:
-            assert len(blocks) == self.scheduler.blocks_for(work.start + 1)
-        self._collect(plan)
-        for work, blocks in taken:
-            self._write(work, garbage=work.request.finished, blocks=blocks)
-        self.scheduler.adopt(following)
-        assert not any(w.request.finished for w in following.work)
-        for work in following.work:
-            self._note_content(work)
-            self._attend(work)
-            self.seen["begun ahead"] += 1
+    def failing_step(self, written: int, *, abort: int | None = None) -> StepPlan:
+        """A step that breaks: the first `written` pieces of work left garbage, the rest left nothing."""
+        begun = self._begin(self.plan())
+        if abort is not None:
+            self._abort(abort)
+        self._break(begun, written)
+        return begun.plan
 
-    def _collect(self, plan: StepPlan) -> None:
-        answers = [self._read(w) for w in plan.work]
-        self.scheduler.commit(plan)
-        for work, content in zip(plan.work, answers, strict=True):
+    def _begin(self, plan: StepPlan, before: Begun | None = None) -> Begun:
+        """What the device is given: tables and tokens of now, and of `before` the tokens that only the device knows."""
+        self._check_plan(plan)
+        chosen = {} if before is None else {id(w.request): self._read(before, w) for w in before.plan.work if w.sample}
+        tables, tokens = [], []
+        for work in plan.work:
+            known = work.request.tokens
+            if work.start == len(known):
+                known = [*known, next_token(chosen[id(work.request)])]
+            tables.append(list(work.request.blocks))
+            tokens.append(known[: work.start + work.count])
+            self._note_content(work.request, work.start, min(work.start + work.count, len(work.request.tokens)))
+        return Begun(plan, tables, tokens)
+
+    def _compute(self, begun: Begun) -> None:
+        held = {source: list(self.device[source]) for source, _ in begun.plan.copies}
+        for source, target in begun.plan.copies:
+            self.device[target] = list(held[source])
+            self.seen["copied blocks"] += 1
+        for work, blocks, tokens in zip(begun.plan.work, begun.tables, begun.tokens, strict=True):
+            self._write(work, blocks, self._path(work.request, tokens))
+            read = [self.device[blocks[p // self.block_size]][p % self.block_size] for p in range(len(tokens))]
+            assert read == self._path(work.request, tokens), "attends to somebody else's KV"
+
+    def _break(self, begun: Begun, written: int) -> None:
+        for work, blocks, tokens in list(zip(begun.plan.work, begun.tables, begun.tokens, strict=True))[:written]:
+            self._write(work, blocks, [GARBAGE] * len(tokens))
+        self.scheduler.fail(begun.plan)
+        assert all(w.request.finished for w in begun.plan.work) and all(r.finished for r in begun.plan.done)
+        self._drop_finished()
+        self.seen["failed steps"] += 1
+        self.check()
+
+    def _collect(self, begun: Begun) -> None:
+        answers = [self._read(begun, w) for w in begun.plan.work]
+        self.scheduler.commit(begun.plan)
+        for work, content in zip(begun.plan.work, answers, strict=True):
             request = work.request
             if request.finished:
                 continue
             if work.sample:
                 token = next_token(content)
                 self.scheduler.append_token(request, token)
+                length = len(request.tokens)
+                self._note_content(request, length - 1, min(length, request.num_scheduled))
                 if token == END_TOKEN:
                     self._finish(request, "stop")
-                elif len(request.tokens) >= request.max_total_tokens:
+                elif length >= request.max_total_tokens:
                     self._finish(request, "length")
-            elif request.prefill_only and request.remaining == 0:
+            elif request.prefill_only and request.num_computed == len(request.tokens):
                 self._finish(request, "stop")
-        for request in plan.done:
+        for request in begun.plan.done:
             if not request.finished:
                 self._finish(request, "stop")
-
-    def failing_step(self, written: int, *, abort: int | None = None) -> StepPlan:
-        """A step that breaks: the first `written` pieces of work left garbage, the rest left nothing."""
-        plan = self.plan()
-        blocks = {id(w): list(w.request.blocks) for w in plan.work}
-        if abort is not None:
-            self._abort(abort)
-        for work in plan.work[:written]:
-            self._write(work, garbage=True, blocks=blocks[id(work)])
-        self.scheduler.fail(plan)
-        assert all(w.request.finished for w in plan.work) and all(r.finished for r in plan.done)
-        self._drop_finished()
-        self.seen["failed steps"] += 1
-        self.check()
-        return plan
 
     def abort(self, which: int) -> None:
         self._abort(which)
@@ -191,41 +223,40 @@ class Rig:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
-        """`schedule()`, and all that must hold of a plan before anything is written."""
+        """`schedule()` between two steps: whoever came first goes on."""
         scheduler = self.scheduler
         had_work, oldest = scheduler.has_work(), scheduler.running[0] if scheduler.running else None
-        was_running = set(map(id, scheduler.running))
         plan = scheduler.schedule()
         self.seen["preempted"] += len(plan.preempted)
-        self.seen["done without compute"] += len(plan.done)
         if had_work:
             assert plan.work or plan.done, "there is work but nothing progresses"
         if oldest is not None:
             assert any(w.request is oldest for w in plan.work), "the oldest running request does not progress"
+        return plan
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        """All that must hold of a plan before anything is written."""
+        scheduler = self.scheduler
+        self.seen["done without compute"] += len(plan.done)
         assert plan.num_tokens <= self.budget, "over the token budget"
         assert len({id(w.request) for w in plan.work}) == len(plan.work), "two pieces of work for one request"
         for work in plan.work:
             request, end = work.request, work.start + work.count
-            assert work.count > 0 and work.start == request.num_computed and end <= len(request.tokens)
-            assert work.sample == (end == len(request.tokens) and not request.prefill_only)
+            known = len(request.tokens) + request.num_pending - work.sample
+            assert work.count > 0 and end == request.num_scheduled and end <= known
+            assert work.sample == (end == known and not request.prefill_only)
             assert len(request.blocks) == scheduler.blocks_for(end), "holds more or fewer blocks than it writes"
-            self._note_content(work)
-        admitted = [w for w in plan.work if id(w.request) not in was_running]
+        admitted = [w for w in plan.work if w.request.id not in self._were_running]
         for request in plan.done:
-            assert id(request) not in was_running and request.prefill_only and request.remaining == 0
+            assert request.id not in self._were_running and request.prefill_only and request.remaining == 0
         for work in admitted:
             self._check_admitted(work)
-        held = {source: list(self.device[source]) for source, _ in plan.copies}
-        for source, target in plan.copies:
-            self.device[target] = list(held[source])
-            self.seen["copied blocks"] += 1
         self._check_writes(plan, {id(w.request) for w in admitted} | set(map(id, plan.done)))
-        return plan
+        self._were_running = {r.id for r in scheduler.running}
 
-    def _note_content(self, work: Work) -> None:
-        """What the blocks that this work completes must hold."""
-        request = work.request
-        for i in range(work.start // self.block_size, (work.start + work.count) // self.block_size):
+    def _note_content(self, request: Request, start: int, end: int) -> None:
+        """What the blocks that tokens [start, end) complete must hold."""
+        for i in range(start // self.block_size, end // self.block_size):
             numbers = self._path(request, request.tokens[: (i + 1) * self.block_size])
             self.content[request.keys[i]] = numbers[i * self.block_size :]
 
@@ -260,34 +291,18 @@ class Rig:
                     assert completed and id(other) in admitted & later, "writes into a block that others hold"
                     self.seen["shared in the same step"] += 1
 
-    def _write(self, work: Work, *, garbage: bool, blocks: list[int] | None = None) -> None:
-        blocks = work.request.blocks if blocks is None else blocks
-        if not blocks:
-            blocks = self._aborted_blocks(work)
-        numbers = self._path(work.request, work.request.tokens[: work.start + work.count])
+    def _write(self, work: Work, blocks: list[int], numbers: list[int]) -> None:
         for position in range(work.start, work.start + work.count):
-            slot = self.device[blocks[position // self.block_size]]
-            slot[position % self.block_size] = GARBAGE if garbage else numbers[position]
+            self.device[blocks[position // self.block_size]][position % self.block_size] = numbers[position]
 
-    def _aborted_blocks(self, work: Work) -> list[int]:
-        """The runner took its block tables before the abort."""
-        return self._tables[work.request.id]
-
-    def _attend(self, work: Work) -> None:
-        """Every position before the piece's end holds this request's KV, and nothing else does as well."""
-        blocks, end = work.request.blocks or self._aborted_blocks(work), work.start + work.count
-        read = [self.device[blocks[p // self.block_size]][p % self.block_size] for p in range(end)]
-        assert read == self._path(work.request, work.request.tokens[:end]), "attends to somebody else's KV"
-
-    def _read(self, work: Work) -> int:
-        blocks, last = work.request.blocks or self._aborted_blocks(work), work.start + work.count - 1
+    def _read(self, begun: Begun, work: Work) -> int:
+        blocks, last = begun.tables[begun.plan.work.index(work)], work.start + work.count - 1
         return self.device[blocks[last // self.block_size]][last % self.block_size]
 
     def _path(self, request: Request, tokens: list[int]) -> list[int]:
         return self.trie.path(self._salts[request.id], tokens)
 
     def _abort(self, which: int) -> None:
-        self._tables = {r.id: list(r.blocks) for r in self.requests}
         if self.requests:
             self.scheduler.finish(self.requests[which % len(self.requests)], "abort")
             self.seen["aborted"] += 1

@@ -101,3 +101,25 @@ def test_steps_begun_ahead_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         assert [r.token_ids for r in kv.generate(prompts, **options)] == plain
         kv.engine.check()
         assert kv.stats().num_running == 0
+
+
+def test_prompts_are_begun_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in pieces, and those that wait for a place, beside sequences whose tokens the host does not know yet."""
+    model = model_of("llama")
+    prompts = [[(7 * i + j) % 120 + 3 for j in range(5 + 9 * i)] for i in range(5)]
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    with KVBoost.from_model(model, num_blocks=32, max_num_seqs=2, max_num_batched_tokens=16) as kv:
+        plain = [kv.generate(p, **options).token_ids for p in prompts]
+        kv.reset_cache()
+        run, begun = kv.built.runner.run, []
+        monkeypatch.setattr(
+            kv.built.runner, "run", lambda plan, follows=None: (begun.append((plan, follows)), run(plan, follows))[1]
+        )
+        assert [r.token_ids for r in kv.generate(prompts, **options)] == plain
+        kv.engine.check()
+    mixed = [
+        plan for plan, follows in begun
+        if follows is not None and {w.count > 1 for w in plan.work} == {False, True}
+    ]  # fmt: skip
+    assert len(mixed) > 3
+    assert sum(follows is None for _, follows in begun) < 4

@@ -33,7 +33,7 @@ class Steps:
                 self.scheduler.append_token(work.request, 100 + work.request.num_output)
                 if len(work.request.tokens) >= work.request.max_total_tokens:
                     self.scheduler.finish(work.request, "length")
-            elif work.request.prefill_only and work.request.remaining == 0:
+            elif work.request.prefill_only and work.request.num_computed == len(work.request.tokens):
                 self.scheduler.finish(work.request, "stop")
         for request in plan.done:
             self.scheduler.finish(request, "stop")

@@ -22,7 +22,8 @@ tokens = st.lists(st.integers(1, 2), min_size=1, max_size=20)
 small = st.integers(0, 7)
 
 TROUBLE = (
-    *["abort"] * 8, *["unpin"] * 3, *["step with abort"] * 2, "failing step", "failing step with abort", "forget cached"
+    *["abort"] * 7, *["unpin"] * 4, *["step with abort"] * 2, "failing step", "failing step ahead", "failing step with abort",
+    "forget cached",
 )  # fmt: skip
 
 TOTAL: Counter[str] = Counter()
@@ -78,6 +79,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rig.step(abort=which)
         elif what == "failing step":
             self.rig.failing_step(written)
+        elif what == "failing step ahead":
+            self.rig.step(ahead=1 + written % 2, breaks=True)
         elif what == "failing step with abort":
             self.rig.failing_step(written, abort=which)
         else:
@@ -92,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=2400 if LONG else 60, stateful_step_count=60 if LONG else 30, deadline=None, derandomize=not LONG,
+    max_examples=2400 if LONG else 240, stateful_step_count=60 if LONG else 30, deadline=None, derandomize=not LONG,
     suppress_health_check=list(HealthCheck), database=None,
 )  # fmt: skip
 TestSchedulerMachine = pytest.mark.timeout(1800)(TestSchedulerMachine)  # type: ignore[misc]
@@ -112,6 +115,7 @@ def assert_reached(seen: Counter[str], operations: int, times: int) -> None:
     for event in (
         "cached blocks", "copied blocks", "preempted", "finished after a preemption", "shared in the same step", "failed steps",
         "aborted", "pinned blocks", "unpinned", "done without compute", "refused", "begun ahead",
+        "prompts begun ahead", "failed ahead",
     ):  # fmt: skip
         assert seen[event] >= times, f"hardly any {event}: {dict(seen)}"
 
@@ -133,6 +137,8 @@ def random_operation(rig: Rig, rng: random.Random) -> None:
             rig.add(**arguments)  # type: ignore[arg-type]
     elif choice < 0.90:
         rig.step(abort=rng.randrange(12) if rng.random() < 0.02 else None, ahead=rng.choice([0, 0, 1, 3]))
+    elif choice < 0.91:
+        rig.step(ahead=rng.choice([1, 2]), breaks=True)
     elif choice < 0.92:
         rig.failing_step(rng.randrange(4), abort=rng.randrange(12) if rng.random() < 0.2 else None)
     elif choice < 0.96:

@@ -35,7 +35,7 @@ def compiled(tmp_path: Path, *arguments: str) -> str:
 def test_for_an_h100(tmp_path: Path) -> None:
     """Prompts use Hopper's matrix instructions, decoding those of one warp; both load asynchronously."""
     lines = [line for line in compiled(tmp_path, "90").splitlines() if "attention_kernel" in line]
-    assert len(lines) == 4
+    assert len(lines) == 8
     for line in lines:
         words = line.split()
         wgmma, mma, loads = (int(words[words.index(name) + 1]) for name in ("wgmma", "mma", "cp.async"))

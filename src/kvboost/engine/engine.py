@@ -45,11 +45,24 @@ class _Inbox:
 
 @dataclass(slots=True)
 class _Flight:
-    """A step that was started and whose tokens are still to be read. logits None: nothing to compute, or an error."""
+    """A step that was started and whose tokens are still to be read, or that could not even be planned (plan None) or started.
 
-    plan: StepPlan
-    logits: StepLogits | None
+    logits None: nothing to compute, or an error.
+    """
+
+    plan: StepPlan | None
+    logits: StepLogits | None = None
     error: Exception | None = None
+
+    @property
+    def tokens_on_device(self) -> bool:
+        """Whether the next step can take what this one chooses from the device."""
+        return self.logits is not None and (self.logits.early is not None or not self.logits.requests)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anyone still waits for it."""
+        return self.plan is None or bool(self.plan.done) or any(not work.request.finished for work in self.plan.work)
 
 
 class Engine:
@@ -256,17 +269,18 @@ class Engine:
     def _step(self) -> None:
         """Run one step, or finish the one under way; where the device allows, the next is started before its tokens
         are read, so that the host's work is done while the device computes."""
-        flight, self._flight = self._flight or self._launch(), None
+        flight = self._flight or self._launch(self._scheduler.schedule)
         if flight is None:
             return
-        ahead = self._launch_ahead(flight)
-        self._collect(flight)
-        if ahead is not None:
-            self._scheduler.adopt(ahead.plan)
-            if ahead.error is not None:
-                self._fail(ahead.plan, ahead.error)
-            elif ahead.plan.work:
-                self._flight = ahead
+        ahead = self._flight = self._launch_ahead(flight)
+        error = self._collect(flight)
+        if ahead is None:
+            return
+        ahead.error = ahead.error or error  # it may have read what the broken step should have written
+        if ahead.error is not None:
+            self._land()
+        elif not ahead.wanted:
+            self._flight = None
 
     def _land(self) -> None:
         """Finish the step under way, if there is one: between steps nothing is."""
@@ -274,47 +288,49 @@ class Engine:
         if flight is not None:
             self._collect(flight)
 
-    def _launch(self) -> _Flight | None:
+    def _launch(self, planned: Callable[[], StepPlan | None], follows: StepLogits | None = None) -> _Flight | None:
+        """Plan a step and start it. What goes wrong is told when it is collected: the step before comes first."""
         plan: StepPlan | None = None
         try:
-            plan = self._scheduler.schedule()
+            plan = planned()
+            if plan is None:
+                return None
             now = time.perf_counter()
             for work in plan.work:
                 if work.request.first_scheduled_s is None:
                     work.request.first_scheduled_s = now
-            return _Flight(plan, self._runner.run(plan) if plan.work else None)
+            return _Flight(plan, self._runner.run(plan, follows) if plan.work else None)
         except Exception as error:
             log.exception("a step failed; its requests end with an error")
-            self._fail(plan, error)
-            return None
+            return _Flight(plan, error=error)
 
     def _launch_ahead(self, flight: _Flight) -> _Flight | None:
-        if not self._runner.looks_ahead or flight.logits is None or flight.logits.early is None:
+        if not self._runner.looks_ahead or not flight.tokens_on_device:
             return None
-        plan = self._scheduler.plan_ahead(flight.plan)
-        if plan is None:
-            return None
-        try:
-            return _Flight(plan, self._runner.run(plan, follows=flight.logits))
-        except Exception as error:
-            log.exception("a step failed; its requests end with an error")
-            return _Flight(plan, None, error)
+        return self._launch(self._scheduler.plan_ahead, flight.logits)
 
-    def _collect(self, flight: _Flight) -> None:
+    def _collect(self, flight: _Flight) -> Exception | None:
+        """Read and deliver what a step has chosen. Returns what went wrong, if anything did; its requests know it then."""
         plan, logits = flight.plan, flight.logits
+        if plan is None or flight.error is not None:
+            assert flight.error is not None
+            self._fail(plan, flight.error)
+            return flight.error
         try:
             if logits is not None:
                 self._read_prompt_logprobs(logits)
                 self._scheduler.commit(plan)
                 self._sample(logits)
             for work in plan.work:
-                if work.request.prefill_only and work.request.remaining == 0:
+                if work.request.prefill_only and work.request.num_computed == len(work.request.tokens):
                     self._finish(work.request, "stop")
             for request in plan.done:
                 self._finish(request, "stop")
         except Exception as error:
             log.exception("a step failed; its requests end with an error")
             self._fail(plan, error)
+            return error
+        return None
 
     def _sample(self, logits: StepLogits) -> None:
         """Pick and deliver a token for each request that has not ended meanwhile."""

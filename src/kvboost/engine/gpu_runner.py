@@ -57,13 +57,13 @@ class GpuRunner(Runner):
         return True
 
     def _run_packed(self, work: Sequence[Work], follows: StepLogits | None = None) -> StepLogits:
-        """`follows`: the step whose chosen tokens, still on the device, are the inputs of this one."""
+        """`follows`: the step whose chosen tokens, still on the device, are among the inputs of this one."""
         ordered = sorted(work, key=_place)
         spans = [Span(w.start, w.count, w.request.blocks) for w in ordered]
         prompt_rows = any(w.request.prompt_logprobs is not None for w in ordered)
         tokens = sum(w.count for w in ordered)
         padding = None if self._graphs is None or prompt_rows else padding_for(tokens, len(ordered))
-        inputs = self._fill(spans, None if follows is not None else _token_ids(ordered), padding)
+        inputs = self._fill(spans, _token_ids(ordered), padding)
         if follows is not None:
             self._feed(inputs, ordered, follows)
         if prompt_rows:
@@ -100,25 +100,34 @@ class GpuRunner(Runner):
     def _sampled(self, ordered: Sequence[Work], logits: Tensor) -> StepLogits:
         places = [i for i, w in enumerate(ordered) if w.sample]
         requests = [ordered[i].request for i in places]
-        if len(places) < len(ordered):
-            logits = logits[torch.tensor(places, dtype=torch.long, device=self._device)]
-        else:
-            logits = logits[: len(places)]
+        logits = logits[self._sent(places)] if len(places) < len(ordered) else logits[: len(places)]
         early = None
         if requests and all(r.greedy_only for r in requests):
             early = EarlyTokens(*sampler.best_tokens(logits))
         return StepLogits(requests, logits, [], early)
 
     def _feed(self, inputs: StepInputs, ordered: Sequence[Work], follows: StepLogits) -> None:
-        """Input ids from the tokens chosen on the device."""
+        """Input ids that the host does not know yet, from the tokens chosen on the device."""
+        rows = [
+            i for i, w in enumerate(ordered) if w.start == len(w.request.tokens)
+        ]  # of one token each: row i is work i
+        if not rows:
+            return
         assert follows.early is not None
         chosen = follows.early.tokens
-        requests = [w.request for w in ordered]
-        if any(a is not b for a, b in zip(requests, follows.requests, strict=False)) or len(requests) < len(chosen):
-            place = {id(request): i for i, request in enumerate(follows.requests)}
-            rows = torch.tensor([place[id(r)] for r in requests], dtype=torch.long, device=self._device)
-            chosen = chosen[rows]
-        inputs.ids[: len(ordered)].copy_(chosen)
+        place = {id(request): i for i, request in enumerate(follows.requests)}
+        sources = [place[id(ordered[i].request)] for i in rows]
+        if sources == rows and len(rows) == len(chosen):
+            inputs.ids[: len(rows)].copy_(chosen)
+        else:
+            to, source = self._sent([rows, sources])
+            inputs.ids.index_copy_(0, to, chosen[source].to(inputs.ids.dtype))
+
+    def _sent(self, values: Sequence[Any]) -> Tensor:
+        """Whole numbers on their way to the device; the host does not wait for it."""
+        return torch.tensor(values, dtype=torch.long, pin_memory=self._device.type == "cuda").to(
+            self._device, non_blocking=True
+        )
 
     def warm_up(self, max_num_seqs: int) -> int:
         """Capture decode graphs for all batch sizes and prompt graphs for one sequence, largest first."""
@@ -139,6 +148,8 @@ def _place(work: Work) -> tuple[bool, int]:
 
 
 def _token_ids(work: Sequence[Work]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    if all(w.count == 1 for w in work):
-        return np.array([w.request.tokens[w.start] for w in work], dtype=np.int64)
-    return np.concatenate([np.array(w.request.tokens[w.start : w.start + w.count], dtype=np.int64) for w in work])
+    """Of all tokens in packed order; 0 for one that is being chosen."""
+    ids: list[int] = []
+    for w in work:
+        ids += w.request.tokens[w.start : w.start + w.count] or (0,)
+    return np.array(ids, dtype=np.int64)

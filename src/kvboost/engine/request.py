@@ -47,7 +47,12 @@ class Request:
 
     status: Status = Status.WAITING
     tokens: list[int] = field(default_factory=list)
+    num_scheduled: int = 0
+    """Tokens whose KV is there or being computed."""
     num_computed: int = 0
+    """Those whose step is known to have gone well."""
+    num_pending: int = 0
+    """Tokens being chosen: known to the device only, when the next step is planned meanwhile."""
     blocks: list[int] = field(default_factory=list)
     num_shared_blocks: int = 0
     """Blocks at the beginning of `blocks` that were found, whole, at the last admission."""
@@ -83,8 +88,9 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens whose KV is still to be computed."""
-        return len(self.tokens) - self.num_computed
+        """Tokens whose KV no step computes yet, with one that is being chosen unless that must be the last."""
+        length = len(self.tokens) + self.num_pending
+        return 0 if self.num_pending and length >= self.max_total_tokens else length - self.num_scheduled
 
     @property
     def prompt_runs(self) -> list[tuple[str, int]]:

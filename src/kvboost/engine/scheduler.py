@@ -160,7 +160,7 @@ class Scheduler:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan the next step and allocate its blocks. Follow with `commit` or `fail`.
+        """Plan the next step and allocate its blocks. Follow with `commit` and `append_token`, or with `fail`.
 
         Requests are served in the order they run, so that only younger ones give way. Those that decode come before the
         prompt under way, if there is one: whoever is admitted after a prompt is admitted when it is complete.
@@ -170,7 +170,7 @@ class Scheduler:
         budget = self.max_tokens_alone if alone else self.max_num_batched_tokens
         room = True
         for request in list(self.running):
-            if request.status is not Status.RUNNING or request.remaining == 0:
+            if request.status is not Status.RUNNING or request.remaining <= 0:
                 continue
             count = min(request.remaining, budget)
             if count == 0:
@@ -182,40 +182,33 @@ class Scheduler:
             budget -= count
         if room and not plan.preempted:
             self._admit(plan, budget)
-        self.counters.steps += 1
+        if plan.work or plan.done:
+            self.counters.steps += 1
         return plan
 
-    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """The step after `plan`, before anyone knows its tokens: one more token for each request that goes on.
+    def plan_ahead(self) -> StepPlan | None:
+        """`schedule` while a step is under way whose tokens nobody knows yet: those that decode go on with whatever is chosen.
 
-        None where the next step is not simply that: a prompt is under way or could be admitted, a request's next token
-        depends on more than the most likely one, or blocks are short. Follow with `adopt` when the tokens are there.
+        None where there is nothing to plan, or where blocks are so short that sequences might give way, although the tokens
+        to come may end others. Only for a step before that chooses without the host (`Request.greedy_only`).
         """
-        if self.waiting and len(self.running) < self.max_num_seqs:
+        most = max(self.max_num_batched_tokens, self.max_tokens_alone)
+        need = sum(
+            self.blocks_for(r.num_scheduled + min(r.remaining, most)) - len(r.blocks)
+            for r in self.running
+            if r.remaining > 0
+        )
+        if need > self.pool.num_free:
             return None
-        if len(plan.work) != len(self.running) or not all(w.sample and w.request.greedy_only for w in plan.work):
-            return None
-        # `max_total_tokens` ends a request whatever its token is.
-        going_on = [w for w in plan.work if len(w.request.tokens) + 1 < w.request.max_total_tokens]
-        need = [self.blocks_for(w.start + w.count + 1) - len(w.request.blocks) for w in going_on]
-        if not going_on or sum(need) > self.pool.num_free:
-            return None
-        for work, count in zip(going_on, need, strict=True):
-            work.request.blocks.extend(self.pool.allocate() for _ in range(count))
-        self.counters.steps += 1
-        return StepPlan([Work(w.request, w.start + w.count, 1, sample=True) for w in going_on])
-
-    def adopt(self, plan: StepPlan) -> None:
-        """The tokens that `plan_ahead` did not know are appended: name its blocks, and drop the requests that ended."""
-        plan.work = [w for w in plan.work if w.request.status is Status.RUNNING]
-        for work in plan.work:
-            self._name(work.request, work.start, work.start + work.count)
+        plan = self.schedule()
+        return plan if plan.work or plan.done else None
 
     def commit(self, plan: StepPlan) -> None:
         """The step's KV is in the pool."""
         for work in plan.work:
-            work.request.num_computed = work.start + work.count
             self.counters.computed_tokens += work.count
+            if work.request.status is Status.RUNNING:
+                work.request.num_computed = work.start + work.count
 
     def fail(self, plan: StepPlan) -> list[Request]:
         """The step broke: end its requests, and let no key point at KV that was never written."""
@@ -232,18 +225,28 @@ class Scheduler:
         return failed
 
     def append_token(self, request: Request, token: int) -> None:
+        """The token that the oldest of the request's steps has chosen."""
         request.tokens.append(token)
+        request.num_pending -= 1
         self.counters.output_tokens += 1
+        length = len(request.tokens)
+        if length <= request.num_scheduled and length % self.block_size == 0:
+            self._name(request, length - 1, length)  # the step that writes it was planned before its key was known
 
     # -- inside a step ---------------------------------------------------------------------------------------------
 
     def _plan(self, plan: StepPlan, request: Request, count: int) -> None:
-        start, end = request.num_computed, request.num_computed + count
-        complete = end == len(request.tokens)
-        plan.work.append(Work(request, start, count, sample=complete and not request.prefill_only))
+        start, end = request.num_scheduled, request.num_scheduled + count
+        complete = end == len(request.tokens) + request.num_pending
+        sample = complete and not request.prefill_only
+        plan.work.append(Work(request, start, count, sample))
+        request.num_scheduled = end
+        request.num_pending += sample
         # Full blocks are named now, before they are written: a twin later in this same step attends to them, because
         # every layer writes the keys and values of all its tokens before any of them attends.
-        self._name(request, start, end)
+        known = min(end, len(request.tokens))
+        if known > start:
+            self._name(request, start, known)
 
     def _name(self, request: Request, start: int, end: int) -> None:
         """Give the blocks that tokens [start, end) complete their keys."""
@@ -253,7 +256,7 @@ class Scheduler:
 
     def _grow(self, request: Request, count: int, plan: StepPlan) -> bool:
         """Make room for `count` more tokens, preempting younger requests if need be. False: not in this step."""
-        need = self.blocks_for(request.num_computed + count) - len(request.blocks)
+        need = self.blocks_for(request.num_scheduled + count) - len(request.blocks)
         while need > self.pool.num_free:
             victim = self.running[-1]
             if victim is request:
@@ -294,6 +297,7 @@ class Scheduler:
             request.num_shared_blocks = len(found)
             request.num_computed = len(found) * self.block_size
             self._copy_tail(request, plan)
+            request.num_scheduled = request.num_computed
             request.status = Status.RUNNING
             self.running.append(request)
             self._count_hit(request, request.num_computed)
@@ -302,7 +306,8 @@ class Scheduler:
                 plan.done.append(request)
                 continue
             request.blocks.extend(
-                self.pool.allocate() for _ in range(self.blocks_for(request.num_computed + count) - len(request.blocks))
+                self.pool.allocate()
+                for _ in range(self.blocks_for(request.num_scheduled + count) - len(request.blocks))
             )
             self._plan(plan, request, count)
             budget -= count
@@ -361,7 +366,7 @@ class Scheduler:
             self._note_tails(request)
         self.pool.release(request.blocks)
         request.blocks = []
-        request.num_computed = 0
+        request.num_computed = request.num_scheduled = 0
 
     def _pin(self, request: Request) -> None:
         largest = max((self.blocks_for(r.max_total_tokens) for r in self._live()), default=0)
@@ -392,14 +397,15 @@ class Scheduler:
         """Verify every invariant between steps. Raises `AssertionError`."""
         self.pool.check(self.holders())
         for request in self.running:
-            if request.status is not Status.RUNNING or not 0 <= request.num_computed <= len(request.tokens):
+            length = len(request.tokens) + request.num_pending
+            if request.status is not Status.RUNNING or not 0 <= request.num_computed <= request.num_scheduled <= length:
                 raise AssertionError(f"running request {request.id} is in a wrong state")
-            if len(request.blocks) != self.blocks_for(request.num_computed):
+            if len(request.blocks) != self.blocks_for(request.num_scheduled):
                 raise AssertionError(f"request {request.id} holds more or fewer blocks than its tokens need")
             if len(set(request.blocks)) != len(request.blocks):
                 raise AssertionError(f"request {request.id} holds a block twice")
         for request in self.waiting:
-            if request.status is not Status.WAITING or request.blocks or request.num_computed:
+            if request.status is not Status.WAITING or request.blocks or request.num_scheduled:
                 raise AssertionError(f"waiting request {request.id} holds KV")
         if len(self.running) > self.max_num_seqs:
             raise AssertionError("more sequences run than max_num_seqs")
