@@ -289,7 +289,8 @@ class Scheduler:
                 request.lookup_s += time.perf_counter() - began
             # Admit only what has room for all its known tokens: a half-admitted prompt would be preempted again.
             need = self.blocks_for(len(request.tokens)) - len(found)
-            if need > self.pool.num_free - sum(1 for block in found if self.pool.is_free(block)):
+            room = self.pool.num_free - need  # of which the found blocks that are free take theirs, too
+            if room < len(found) and room < sum(map(self.pool.is_free, found)):
                 break
             self.waiting.popleft()
             self.pool.retain(found)

@@ -105,7 +105,6 @@ def attention_kernel(
     `splits` programs, which leave normalised results and their log2-sum-exp2 for `merge_kernel`, as number `first_split` and
     on of `all_splits`. kv_begin: where the keys of a sequence begin, or None for 0.
     """
-    wait_for_kernel_before(EARLY)
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     if DECODE:
         seq = tl.program_id(0)
@@ -117,6 +116,16 @@ def attention_kernel(
     row_begin = tl.load(query_start + seq)
     count = tl.load(query_start + seq + 1) - row_begin
     single = (row_begin == seq) & (count == 1) & (seq < decode_seqs)
+    length = tl.load(kv_len + seq)
+    low = tl.load(positions + row_begin + first, mask=first < count, other=0).to(tl.int32)
+    high = tl.load(positions + row_begin + tl.minimum(first + TOKENS, count) - 1, mask=first < count, other=0).to(tl.int32)
+    table = tables + tl.load(table_start + seq)
+    begin = 0
+    if kv_begin is not None:
+        begin = tl.load(kv_begin + seq)
+    # Who stands where was on the device before the step; queries, keys and values come from the kernel before. Programs
+    # without rows wait, too: who comes after them relies on their having waited.
+    wait_for_kernel_before(EARLY)
     if DECODE:
         if not single:
             return
@@ -134,14 +143,8 @@ def attention_kernel(
     token = (row_begin + token).to(tl.int64)
     head = kv_head * GROUP + head_of_group
 
-    length = tl.load(kv_len + seq)
-    low = tl.load(positions + row_begin + first).to(tl.int32)
-    high = tl.load(positions + row_begin + tl.minimum(first + TOKENS, count) - 1).to(tl.int32)
-    begin = 0
     if WINDOWED:
-        begin = tl.maximum(low - window + 1, 0)
-    if kv_begin is not None:
-        begin = tl.maximum(begin, tl.load(kv_begin + seq))
+        begin = tl.maximum(begin, low - window + 1)
     end = tl.minimum(high + 1, length)
     if SPLIT:
         share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), BLOCK_N) * BLOCK_N
@@ -171,7 +174,6 @@ def attention_kernel(
 
     keys += kv_head.to(tl.int64) * key_head_stride
     values += kv_head.to(tl.int64) * value_head_stride
-    table = tables + tl.load(table_start + seq)
     masked_from = begin
     if not WINDOWED:
         masked_from = begin + tl.maximum(tl.minimum(low + 1, end) - begin, 0) // BLOCK_N * BLOCK_N

@@ -21,7 +21,8 @@ def early(device: torch.device) -> dict[str, bool]:
 
 @triton.jit
 def wait_for_kernel_before(EARLY: tl.constexpr):
-    """Before anything is read or written. The next kernel may start meanwhile: it waits in the same way for this one."""
+    """Before anything is written, or read that a kernel of this step writes; by every program, those that do nothing else, too.
+    The next kernel may start meanwhile: it waits in the same way for this one."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
