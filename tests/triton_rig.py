@@ -259,3 +259,14 @@ CASES = (
 
 def case_id(case: Case) -> str:
     return case.id or repr(case)
+
+
+def check_best_tokens(logits: Tensor) -> None:
+    """The greedy choice is that of `torch.max`, on any device."""
+    from kvboost.kernels.triton.greedy import best_tokens
+
+    values, tokens = logits.float().max(-1)
+    found = best_tokens(logits)
+    assert found.dtype == torch.int32 and found.device == logits.device
+    assert found[0].tolist() == tokens.tolist()
+    assert torch.equal(found[1].view(torch.float32).nan_to_num(7e7), values.nan_to_num(7e7))

@@ -17,10 +17,10 @@ from kvboost.attention.paged_triton import TritonStep
 from kvboost.attention.step import running
 from kvboost.attention.step_tensors import StepInputs, StepTensors
 from kvboost.cache.pool import KVPool
-from kvboost.engine import sampler
 from kvboost.engine.graphs import DECODE_SIZES, PROMPT_TOKENS, Graphs, Padding, padding_for
 from kvboost.engine.runner import EarlyTokens, Runner, StepLogits, WantedRows, require_attended
 from kvboost.engine.scheduler import Work
+from kvboost.kernels.triton.greedy import best_tokens
 from kvboost.models.capabilities import Capabilities
 
 MAX_TABLE_ENTRIES = 4 << 20
@@ -50,7 +50,9 @@ class GpuRunner(Runner):
         )
         streamer = self._streamer
         capturable = self._device.type == "cuda" and (streamer is None or streamer.capturable)
-        self._graphs = Graphs(self._device, None if streamer is None else streamer.begin) if capturable else None
+        self._graphs: Graphs[tuple[Tensor, Tensor]] | None = None
+        if capturable:
+            self._graphs = Graphs(self._device, None if streamer is None else streamer.begin)
 
     @property
     def looks_ahead(self) -> bool:
@@ -63,9 +65,9 @@ class GpuRunner(Runner):
         prompt_rows = any(w.request.prompt_logprobs is not None for w in ordered)
         tokens = sum(w.count for w in ordered)
         padding = None if self._graphs is None or prompt_rows else padding_for(tokens, len(ordered))
-        inputs = self._fill(spans, _token_ids(ordered), padding)
-        if follows is not None:
-            self._feed(inputs, ordered, follows)
+        inputs = self._fill(spans, _token_ids(ordered, follows), padding)
+        if follows is not None and follows.early is not None:
+            _put_chosen(inputs.ids[: len(ordered)], follows.early)
         if prompt_rows:
             wanted = WantedRows(ordered)
             keep = torch.tensor(wanted.rows or [0], device=self._device)
@@ -73,17 +75,18 @@ class GpuRunner(Runner):
 
         forward = partial(self._last_rows, inputs)
         graphs = None if padding is None else self._graphs
-        logits = forward() if graphs is None else graphs.run(inputs.key, forward)
-        return self._sampled(ordered, logits)
+        logits, chosen = forward() if graphs is None else graphs.run(inputs.key, forward)
+        return self._sampled(ordered, logits, chosen)
 
     def _fill(self, spans: Sequence[Span], ids: Any, padding: Padding | None) -> StepInputs:
         if padding is None:
             return self._tensors.fill(spans, ids)
         return self._tensors.fill(spans, ids, pad_tokens_to=padding.tokens, pad_seqs_to=padding.seqs)
 
-    def _last_rows(self, inputs: StepInputs) -> Tensor:
-        """Logits of the last row of every sequence."""
-        return self._forward(inputs, inputs.batch.query_start[1:] - 1)
+    def _last_rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Logits of the last row of every sequence, and the best tokens of these rows, whoever may want them."""
+        logits = self._forward(inputs, inputs.batch.query_start[1:] - 1)
+        return logits, best_tokens(logits)
 
     def _forward(self, inputs: StepInputs, keep: Tensor) -> Tensor:
         step = TritonStep(self._pool, inputs, self._capabilities.layer_ids)
@@ -97,37 +100,14 @@ class GpuRunner(Runner):
         require_attended(step.num_attended, len(self._capabilities.layers))
         return logits if self._capabilities.takes_logits_to_keep else logits[keep]
 
-    def _sampled(self, ordered: Sequence[Work], logits: Tensor) -> StepLogits:
+    def _sampled(self, ordered: Sequence[Work], logits: Tensor, chosen: Tensor) -> StepLogits:
         places = [i for i, w in enumerate(ordered) if w.sample]
         requests = [ordered[i].request for i in places]
-        logits = logits[self._sent(places)] if len(places) < len(ordered) else logits[: len(places)]
-        early = None
         if requests and all(r.greedy_only for r in requests):
-            early = EarlyTokens(*sampler.best_tokens(logits))
-        return StepLogits(requests, logits, [], early)
-
-    def _feed(self, inputs: StepInputs, ordered: Sequence[Work], follows: StepLogits) -> None:
-        """Input ids that the host does not know yet, from the tokens chosen on the device."""
-        rows = [
-            i for i, w in enumerate(ordered) if w.start == len(w.request.tokens)
-        ]  # of one token each: row i is work i
-        if not rows:
-            return
-        assert follows.early is not None
-        chosen = follows.early.tokens
-        place = {id(request): i for i, request in enumerate(follows.requests)}
-        sources = [place[id(ordered[i].request)] for i in rows]
-        if sources == rows and len(rows) == len(chosen):
-            inputs.ids[: len(rows)].copy_(chosen)
-        else:
-            to, source = self._sent([rows, sources])
-            inputs.ids.index_copy_(0, to, chosen[source].to(inputs.ids.dtype))
-
-    def _sent(self, values: Sequence[Any]) -> Tensor:
-        """Whole numbers on their way to the device; the host does not wait for it."""
-        return torch.tensor(values, dtype=torch.long, pin_memory=self._device.type == "cuda").to(
-            self._device, non_blocking=True
-        )
+            return StepLogits(requests, logits[:0], [], EarlyTokens(chosen, places))
+        if len(places) < len(ordered):
+            logits = logits[torch.tensor(places, dtype=torch.long, device=self._device)]
+        return StepLogits(requests, logits[: len(places)], [])
 
     def warm_up(self, max_num_seqs: int) -> int:
         """Capture decode graphs for all batch sizes and prompt graphs for one sequence, largest first."""
@@ -147,9 +127,16 @@ def _place(work: Work) -> tuple[bool, int]:
     return work.count > 1, work.request.blocks[0] if work.count == 1 else 0
 
 
-def _token_ids(work: Sequence[Work]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Of all tokens in packed order; 0 for one that is being chosen."""
+def _token_ids(work: Sequence[Work], follows: StepLogits | None) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Of all tokens in packed order; -1 - r for the one that is being chosen in row r of the step before."""
+    early = None if follows is None else follows.early
+    row_of = {} if early is None else dict(zip(map(id, follows.requests), early.rows, strict=True))  # type: ignore[union-attr]
     ids: list[int] = []
     for w in work:
-        ids += w.request.tokens[w.start : w.start + w.count] or (0,)
+        ids += w.request.tokens[w.start : w.start + w.count] or (-1 - row_of[id(w.request)],)
     return np.array(ids, dtype=np.int64)
+
+
+def _put_chosen(ids: Tensor, early: EarlyTokens) -> None:
+    """Replace -1 - r by what was chosen in row r; it is on the device, where the host does not see it yet."""
+    ids.copy_(torch.where(ids < 0, early.tokens[(-1 - ids).clamp(min=0)], ids))

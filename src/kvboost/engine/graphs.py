@@ -10,9 +10,9 @@ import bisect
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 log = logging.getLogger("kvboost")
 
@@ -49,15 +49,18 @@ def _at_least(sizes: tuple[int, ...], wanted: int) -> int | None:
     return sizes[place] if place < len(sizes) else None
 
 
-class Graphs:
-    """Captured forwards by key. `run` answers the output of `forward`, a static tensor that the next run overwrites."""
+Output = TypeVar("Output")
+
+
+class Graphs(Generic[Output]):
+    """Captured forwards by key. `run` answers the output of `forward`: static tensors that the next run overwrites."""
 
     def __init__(self, device: torch.device, begin: Callable[[], None] | None = None) -> None:
         """begin: called before each capture and each replay."""
         self._device = device
         self._begin = begin or (lambda: None)
         self._seen: set[Hashable] = set()
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Output]] = {}
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._given_up = False
@@ -66,7 +69,7 @@ class Graphs:
     def count(self) -> int:
         return len(self._graphs)
 
-    def run(self, key: Hashable, forward: Callable[[], Tensor]) -> Tensor:
+    def run(self, key: Hashable, forward: Callable[[], Output]) -> Output:
         known = self._graphs.get(key)
         if known is None and key in self._seen and not self._given_up:
             known = self._capture(key, forward)
@@ -78,13 +81,13 @@ class Graphs:
         graph.replay()
         return output
 
-    def capture(self, key: Hashable, forward: Callable[[], Tensor]) -> None:
+    def capture(self, key: Hashable, forward: Callable[[], Output]) -> None:
         """Have a graph for `key` before it is needed."""
         if key not in self._graphs and not self._given_up:
             forward()  # kernels are compiled and workspaces taken outside of the capture
             self._capture(key, forward)
 
-    def _capture(self, key: Hashable, forward: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+    def _capture(self, key: Hashable, forward: Callable[[], Output]) -> tuple[torch.cuda.CUDAGraph, Output] | None:
         if len(self._graphs) >= MAX_GRAPHS:
             return None
         graph = torch.cuda.CUDAGraph()

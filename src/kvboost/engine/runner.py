@@ -31,7 +31,7 @@ from kvboost.weights.streamer import streamer_of
 class StepLogits:
     """Rows of logits of one step.
 
-    `sampled[i]` belongs to `requests[i]`. `prompt_rows` holds `(request, first position, logits[n, V])` for prompts
+    `sampled[i]` belongs to `requests[i]`; it is empty where `early` has all tokens. `prompt_rows` holds `(request, first position, logits[n, V])` for prompts
     whose log-probabilities were asked for: row j predicts the token at position `first + j + 1`.
     """
 
@@ -44,25 +44,26 @@ class StepLogits:
 class EarlyTokens:
     """Greedy tokens chosen on the device, on their way to the host."""
 
-    def __init__(self, best: Tensor, top: Tensor) -> None:
-        self.tokens = best
-        """`[n]`, on the device: the next step may read them there."""
-        both = torch.stack([best.double(), top.double()])
+    def __init__(self, chosen: Tensor, rows: Sequence[int]) -> None:
+        """chosen `[2, R]`: as `kernels.triton.greedy.best_tokens` answers; rows: which of them each request asked for."""
+        self.tokens = chosen[0]
+        """`[R]`, on the device: the next step may read them there, before another overwrites them."""
+        self.rows = rows
         self._event = None
-        if both.device.type == "cuda":
-            self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
-            self._host.copy_(both, non_blocking=True)
+        if chosen.device.type == "cuda":
+            self._host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+            self._host.copy_(chosen, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._host = both
+            self._host = chosen
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Tokens and their logits, once they have arrived."""
+        """Token and logit of each request, once they have arrived."""
         if self._event is not None:
             self._event.synchronize()
-        tokens, values = self._host.tolist()
-        return [int(token) for token in tokens], values
+        tokens, values = self._host[0].tolist(), self._host[1].view(torch.float32).tolist()
+        return [tokens[row] for row in self.rows], [values[row] for row in self.rows]
 
 
 class Runner:

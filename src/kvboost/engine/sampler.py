@@ -55,14 +55,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
     return Sampled(tokens, _sampled_logprobs(logits, rows, tokens))
 
 
-@torch.no_grad()
-def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(token, its logit) `[R]` of greedy rows of `logits [R, V]`, without waiting for the device."""
-    return _best(logits)
-
-
 def check_greedy(tokens: Sequence[int], values: Sequence[float]) -> Sampled:
-    """What `sample` answers for greedy rows whose `best_tokens` have been read. Raises `SampleError` alike."""
+    """What `sample` answers for greedy rows whose best tokens and their logits are known. Raises `SampleError` alike."""
     return Sampled(_require_finite(tokens, values, range(len(tokens))), [None] * len(tokens))
 
 
