@@ -123,3 +123,15 @@ def test_prompts_are_begun_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     assert len(mixed) > 3
     assert sum(follows is None for _, follows in begun) < 4
+
+
+def test_transformers_does_not_look_for_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read the positions, and outside of a capture wait for the device."""
+    with KVBoost.from_model(model_of("llama"), num_blocks=32) as kv:
+
+        def find(*_: Any) -> None:
+            raise AssertionError("the positions are read")
+
+        monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", find)
+        results = kv.generate([[5, 6, 7], [8, 9]], max_new_tokens=3, temperature=0)
+        assert [len(r.token_ids) for r in results] == [3, 3]

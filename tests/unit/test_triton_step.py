@@ -211,6 +211,8 @@ def test_filled_arrays(parts: list[tuple[int, int]], more_seqs: int, more_tokens
     ends = got.batch.query_start.tolist()
     assert ends[0] == 0 and ends[-1] == real + more_tokens, "every row belongs to a sequence"
     assert [b - a for a, b in pairwise(ends)][: len(spans)] == [s.count for s in spans]
+    assert got.last_rows.tolist() == [end - 1 for end in ends[1:]]
+    assert got.batch.prompts or got.last_rows.tolist() == list(range(len(got.ids))), "the runner then takes all rows"
     for span, at in zip(spans, got.batch.table_start.tolist(), strict=False):
         blocks = -(-span.kv_len // size)
         assert got.batch.tables[at : at + blocks].tolist() == list(span.table[:blocks])
@@ -221,7 +223,12 @@ def test_one_shape_has_one_place() -> None:
     one = made.fill(spans_of((5, 1), (80, 1)), pad_tokens_to=4, pad_seqs_to=4)
     other = made.fill(spans_of((200, 1), (1, 1), (9, 1)), pad_tokens_to=4, pad_seqs_to=4)
     assert one.key == other.key == made.fill([], pad_tokens_to=4, pad_seqs_to=4).key
-    for a, b in ((one.ids, other.ids), (one.slots, other.slots), *_arrays(one.batch, other.batch)):
+    for a, b in (
+        (one.ids, other.ids),
+        (one.slots, other.slots),
+        (one.last_rows, other.last_rows),
+        *_arrays(one.batch, other.batch),
+    ):
         assert a.data_ptr() == b.data_ptr() and a.shape == b.shape
         assert a.data_ptr() % 16 == 0, "or Triton compiles another variant"
 

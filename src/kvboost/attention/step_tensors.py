@@ -30,7 +30,8 @@ STAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Device views of one step. ids `[T]` int64; slots `[T]` int64, -1 for padding; `batch.positions` `[T]` int64.
+    """Device views of one step. ids `[T]` int64; slots `[T]` int64, -1 for padding; `batch.positions` `[T]` int64; last_rows
+    `[S]` int64, the last token of every sequence; padded ones without tokens repeat that of the one before.
 
     alone: when the whole step is one sequence, without padding, how many keys it has; else 0. key: equal for two steps exactly when all
     shapes, addresses and launches are, so it names a captured graph.
@@ -38,6 +39,7 @@ class StepInputs:
 
     ids: Tensor
     slots: Tensor
+    last_rows: Tensor
     batch: PackedBatch
     alone: int
     key: tuple[int, int, int, bool, bool]
@@ -103,6 +105,7 @@ class StepTensors:
         counts[real_seqs:] = _padding(tokens - real_tokens, seqs - real_seqs)
         query_start[0] = 0
         np.cumsum(counts, out=query_start[1:])
+        host[at.last_rows : at.last_rows + 8 * seqs].view(np.int64)[:] = query_start[1:] - 1
         lengths[:real_seqs] = kv_len
         lengths[real_seqs:] = 0
         table_start[:] = 0
@@ -180,7 +183,8 @@ class StepTensors:
             shared=shared if shares else None,
         )
         ids, slots = self._view(at.ids, tokens, wide), self._view(at.slots, tokens, wide)
-        return StepInputs(ids, slots, batch, alone, (tokens, seqs, decode_seqs, prompts, shares))
+        last_rows = self._view(at.last_rows, seqs, wide)
+        return StepInputs(ids, slots, last_rows, batch, alone, (tokens, seqs, decode_seqs, prompts, shares))
 
     def _view(self, offset: int, length: int, dtype: torch.dtype) -> Tensor:
         return self._device[offset : offset + length * dtype.itemsize].view(dtype)
@@ -223,6 +227,7 @@ class _Offsets:
             return begin
 
         self.ids, self.positions, self.slots = place(8 * tokens), place(8 * tokens), place(8 * tokens)
+        self.last_rows = place(8 * seqs)
         self.query_start, self.table_start, self.kv_len = place(4 * (seqs + 1)), place(4 * seqs), place(4 * seqs)
         self.group_start, self.kv_begin = place(4 * (MAX_GROUPS + 1)), place(4 * seqs)
         self.group_table, self.group_len = place(4 * MAX_GROUPS), place(4 * MAX_GROUPS)

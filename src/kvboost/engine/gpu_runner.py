@@ -50,6 +50,7 @@ class GpuRunner(Runner):
         )
         streamer = self._streamer
         capturable = self._device.type == "cuda" and (streamer is None or streamer.capturable)
+        self._all_seen = torch.ones(1, self._tensors.capacity_tokens, dtype=torch.bool, device=self._device)
         self._graphs: Graphs[tuple[Tensor, Tensor]] | None = None
         if capturable:
             self._graphs = Graphs(self._device, None if streamer is None else streamer.begin)
@@ -85,20 +86,21 @@ class GpuRunner(Runner):
 
     def _last_rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Logits of the last row of every sequence, and the best tokens of these rows, whoever may want them."""
-        logits = self._forward(inputs, inputs.batch.query_start[1:] - 1)
+        logits = self._forward(inputs, inputs.last_rows if inputs.batch.prompts else None)
         return logits, best_tokens(logits)
 
-    def _forward(self, inputs: StepInputs, keep: Tensor) -> Tensor:
+    def _forward(self, inputs: StepInputs, keep: Tensor | None) -> Tensor:
+        """Logits of the rows `keep`; None: of all, which are the last of their sequences when every sequence has one."""
         step = TritonStep(self._pool, inputs, self._capabilities.layer_ids)
-        extra: dict[str, Any] = {"use_cache": False}
+        extra: dict[str, Any] = {"use_cache": False, "attention_mask": self._all_seen[:, : len(inputs.ids)]}
         if self._capabilities.takes_logits_to_keep:
-            extra["logits_to_keep"] = keep
+            extra["logits_to_keep"] = 0 if keep is None else keep
         with running(step):
             logits: Tensor = self._model(
                 input_ids=inputs.ids[None], position_ids=inputs.batch.positions[None], **extra
             ).logits[0]
         require_attended(step.num_attended, len(self._capabilities.layers))
-        return logits if self._capabilities.takes_logits_to_keep else logits[keep]
+        return logits if keep is None or self._capabilities.takes_logits_to_keep else logits[keep]
 
     def _sampled(self, ordered: Sequence[Work], logits: Tensor, chosen: Tensor) -> StepLogits:
         places = [i for i, w in enumerate(ordered) if w.sample]

@@ -129,8 +129,9 @@ class Runner:
             spans.append(Span(w.start, w.count, w.request.blocks))
         wanted = WantedRows(work)
         step = self._backend.make_step(self._pool, spans, self._capabilities.layer_ids)
+        mask = torch.ones(1, len(ids), dtype=torch.bool, device=self._device)
         with running(step):
-            logits = self._call(ids, positions, wanted.rows, use_cache=False)
+            logits = self._call(ids, positions, wanted.rows, use_cache=False, attention_mask=mask)
         require_attended(step.num_attended, len(self._capabilities.layers))
         return wanted.sort(logits)
 

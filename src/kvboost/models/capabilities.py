@@ -124,8 +124,11 @@ def _try_paged(model: PreTrainedModel) -> Capabilities | str:
     ids = _probe_ids(model)
     own = model(input_ids=ids, use_cache=False).logits.float()
     probe = _Probe()
+    # A mask that hides nothing: without one Transformers looks for packed sequences in the positions, and waits for the
+    # device to tell. Layers get none either way.
+    mask = torch.ones_like(ids, dtype=torch.bool)
     with running(probe):
-        ours = model(input_ids=ids, use_cache=False).logits.float()
+        ours = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
     if not probe.calls:
         return "its attention does not go through the AttentionInterface of Transformers"
     problem = probe.problem or _calls_problem(model, probe.calls)
