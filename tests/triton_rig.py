@@ -261,6 +261,16 @@ def case_id(case: Case) -> str:
     return case.id or repr(case)
 
 
+ROTARY_TYPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+    "llama3": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192},
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64},
+}  # fmt: skip
+"""Transformers' parameters of the rotary types whose frequencies do not change as a sequence grows."""
+
+
 def check_best_tokens(logits: Tensor) -> None:
     """The greedy choice is that of `torch.max`, on any device."""
     from kvboost.kernels.triton.greedy import best_tokens

@@ -68,6 +68,10 @@ class CpuOps:
         )  # fmt: skip
         return out
 
+    def rotary_tables(self, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> None:
+        """None: a dozen small operations are nothing beside a step here."""
+        return None
+
     def compile_layer(self, layer: parts.Layer) -> CpuLayer:
         """The layer as one call."""
         return CpuLayer(layer)

@@ -19,12 +19,15 @@ from transformers import PreTrainedModel
 
 from kvboost.attention.step import current_step, running
 from kvboost.models.fused.ops import Ops
-from kvboost.models.fused.parts import Attention, Held, Layer, Linear, Mlp, Norm, hooked
+from kvboost.models.fused.parts import Attention, Held, Layer, Linear, Mlp, Norm, Rotary, hooked
 from kvboost.models.fused.reference import ReferenceStep
 from kvboost.weights.streamer import streamer_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Greatest ‖fused - own‖ / ‖own‖. A form that computes something else is off by far more."""
+
+TABLES_APART = 0.0
+"""Greatest difference of rotary tables: they are the same bits. (NumPy's cosine, which Triton's interpreter uses, is another.)"""
 
 LARGE = 64.0
 """Inputs are tried scaled by this too: a module that clips or caps shows it there."""
@@ -123,7 +126,7 @@ class _Builder:
         self._attentions: dict[nn.Module, Attention] = {}
         self._held: dict[nn.Module, Held] = {}
         self._covered: set[nn.Module] = set()
-        self.counts = {"layers": 0, "attention": 0, "mlp": 0, "norms": 0, "linears": 0}
+        self.counts = {"layers": 0, "attention": 0, "mlp": 0, "norms": 0, "linears": 0, "rotary": 0}
 
     def run(self) -> None:
         streamer = streamer_of(self._model)
@@ -145,6 +148,7 @@ class _Builder:
             self._layer(module)
         for module in modules:
             self._linear(module)
+            self._tables(module)
 
     def _norm(self, module: nn.Module) -> None:
         ops = self._ops
@@ -241,6 +245,20 @@ class _Builder:
 
         self._put(module, held, answer, "linears")
 
+    def _tables(self, module: nn.Module) -> None:
+        held = Held()
+        rotary = Rotary.read(module, held) if module in self._calls else None
+        if rotary is None:
+            return
+        ops = self._ops
+
+        def answer(step: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor] | None:
+            return rotary(ops, *args, **kwargs)
+
+        fused = Fused(module, held, answer)
+        if all([_same_tables(module, fused, call) for call in self._calls[module]]):  # all: the last are near positions
+            self._install(module, fused, held, "rotary")
+
     def _put(self, module: nn.Module, held: Held, answer: Callable[..., Any], kind: str) -> bool:
         if module not in self._calls:
             return False
@@ -248,10 +266,13 @@ class _Builder:
         far, near = self._calls[module][0], self._calls[module][-1]
         if not (self._equal(module, fused, near) and self._equal(module, fused, far.scaled(LARGE))):
             return False
+        self._install(module, fused, held, kind)
+        return True
+
+    def _install(self, module: nn.Module, fused: Fused, held: Held, kind: str) -> None:
         vars(module)["forward"] = fused
         self._held[module] = held
         self.counts[kind] += 1
-        return True
 
     def _equal(self, module: nn.Module, fused: Fused, call: _Call) -> bool:
         try:
@@ -269,6 +290,22 @@ class _Builder:
             return False
         difference = (own.float() - ours.float()).norm() / own.float().norm().clamp_min(1e-12)
         return bool(difference < TOLERANCE[own.dtype])
+
+
+def _same_tables(module: nn.Module, fused: Fused, call: _Call) -> bool:
+    """Ours come first: the module's own code may change its frequencies for far positions, and they must not need it."""
+    try:
+        with running(ReferenceStep(packed=True)):
+            ours = fused(*call.args, **call.kwargs)
+    except Exception:  # an argument the form does not know
+        ours = None
+    own = type(module).forward(module, *call.args, **call.kwargs)
+    if ours is None or not isinstance(own, tuple) or len(own) != len(ours):
+        return False
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and float((a.float() - b.float()).abs().max()) <= TABLES_APART
+        for a, b in zip(own, ours, strict=True)
+    )
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "hidden_states") -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from kvboost.kernels.cuda import packed_few
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
+from kvboost.kernels.triton.rotary_tables import rotary_tables
 from kvboost.kernels.triton.skinny import MAX_ROWS, MEASURED, skinny_linear
 from kvboost.models.fused.ops import Piece, Product
 from kvboost.weights.compute import packed_linear
@@ -41,6 +42,11 @@ class GpuOps:
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         return act_mul(gate_up, activation)
+
+    def rotary_tables(
+        self, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return rotary_tables(positions, inv_freq, scaling, dtype)
 
     def compile_layer(self, layer: Any) -> None:
         """None: a CUDA graph makes one launch of the whole step."""

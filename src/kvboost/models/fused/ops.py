@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from kvboost.kernels.native.linear import Piece
@@ -54,6 +55,12 @@ class Ops(Protocol):
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """`activation(gate) * up` of `gate_up[rows, 2n]`; `[rows, n]`."""
+        ...
+
+    def rotary_tables(
+        self, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor] | None:
+        """cos and sin `[T, R]` of `positions [T] * inv_freq [R/2]`, times scaling; None: not faster than torch's own."""
         ...
 
     def compile_layer(self, layer: Any) -> Callable[..., Tensor | None] | None:

@@ -20,6 +20,9 @@ from kvboost.weights.packing import Packing
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 
+STEADY_ROTARY = ("default", "linear", "llama3", "yarn")
+"""Rotary types, by Transformers' names, whose frequencies do not change as a sequence grows."""
+
 
 class PackedStep(Protocol):
     """A step that rotates, stores and attends from one fused product (see `NativeStep.attend_packed`)."""
@@ -31,13 +34,14 @@ class PackedStep(Protocol):
 
 @dataclass
 class Held:
-    """Weights a part computes with. `intact()` is False once someone has replaced or moved one of them."""
+    """Weights and buffers a part computes with. `intact()` is False once someone has replaced or moved one of them."""
 
     entries: list[tuple[dict[str, Any], str, Tensor, int]] = field(default_factory=list)
 
     def add(self, module: nn.Module, name: str) -> Tensor:
-        tensor: Tensor = module._parameters[name]  # type: ignore[assignment]
-        self.entries.append((module._parameters, name, tensor, tensor.data_ptr()))
+        where: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        tensor: Tensor = where[name]
+        self.entries.append((where, name, tensor, tensor.data_ptr()))
         return tensor.detach()
 
     def refresh(self) -> None:
@@ -196,6 +200,40 @@ class Attention:
             k_norm.heads(ops, qkv[:, self.q_width : self.q_width + self.k_width])
         out = step.attend_packed(self.layer_idx, qkv, self.q_heads, rotary, **self.options)
         return self.out(ops, out.reshape(x.shape[0], -1))
+
+
+class Rotary:
+    """cos and sin of positions; models whose types of layers rotate differently have frequencies for each."""
+
+    def __init__(self, by_layer_type: dict[str | None, tuple[Tensor, float]]) -> None:
+        """Values: inverse frequencies `[R/2]` and the factor of cos and sin."""
+        self._by_layer_type = by_layer_type
+
+    @staticmethod
+    def read(module: nn.Module, held: Held) -> Rotary | None:
+        kinds = getattr(module, "rope_type", None)
+        if not type(module).__name__.endswith("RotaryEmbedding") or hooked(module):
+            return None
+        found: dict[str | None, tuple[Tensor, float]] = {}
+        for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            inv_freq = module._buffers.get(f"{prefix}inv_freq")
+            scaling = getattr(module, f"{prefix}attention_scaling", None)
+            if kind not in STEADY_ROTARY or inv_freq is None or not isinstance(scaling, (int, float)):
+                return None
+            found[layer_type] = held.add(module, f"{prefix}inv_freq"), float(scaling)
+        return Rotary(found)
+
+    def __call__(
+        self, ops: Ops, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """`[.., R]` each, in the dtype of x, for `position_ids [..]`. None where the machine has no faster form."""
+        inv_freq, scaling = self._by_layer_type[layer_type]
+        tables = ops.rotary_tables(position_ids.reshape(-1), inv_freq, scaling, x.dtype)
+        if tables is None:
+            return None
+        cos, sin = (table.view(*position_ids.shape, -1) for table in tables)
+        return cos, sin
 
 
 class Layer:
