@@ -111,7 +111,7 @@ def main() -> None:
     compile_launches(capability)
     if "--packed" in sys.argv:
         return compile_packed(capability)
-    from kvboost.kernels.triton import attention, early, elementwise, greedy, rotary, skinny, write
+    from kvboost.kernels.triton import attention, early, elementwise, greedy, rotary, rotary_tables, skinny, write
     from triton_rig import Case, build, chunk, decode
 
     early.starts_early = lambda device: capability >= 90  # type: ignore[assignment]
@@ -154,6 +154,7 @@ def main() -> None:
         if rows <= skinny.MAX_ROWS:
             for n in (1000, 4608):  # ragged and even
                 skinny.skinny_linear(x, torch.randn(n, 3584).to(half), torch.randn(n).to(half))
+    rotary_tables.rotary_tables(torch.arange(5), torch.ones(64), 1.0, half)
     for logits in (torch.zeros(1, 152064), torch.zeros(64, 152064, dtype=half), torch.zeros(2, 50257, dtype=half)):
         greedy.best_tokens(logits)
     if "--all" in sys.argv:

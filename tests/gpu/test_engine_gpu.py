@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvboost import KVBoost
+from kvboost import KVBoost, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -55,6 +55,7 @@ def test_tokens_equal_those_of_transformers(name: str) -> None:
     ]
     options = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
     with KVBoost.from_model(model, num_blocks=128, max_num_batched_tokens=64) as kv:
+        assert kv.built.fused["rotary"] == 1, "cos and sin are not the bits of Transformers' module"
         assert [r.token_ids for r in kv.generate(prompts, **options)] == expected
         again = kv.generate(prompts, **options)
         assert [r.token_ids for r in again] == expected
@@ -104,4 +105,7 @@ def test_batches_of_all_sizes_and_a_warm_up() -> None:
         sampled = kv.generate(prompts[:9], max_new_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
         again = kv.generate(prompts[:3], max_new_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
         assert [r.token_ids for r in again] == [r.token_ids for r in sampled[:3]]
+        params = [SamplingParams(temperature=0.8 * (i % 2), max_tokens=20, seed=3, ignore_eos=True) for i in range(9)]
+        mixed = [r.token_ids for r in kv.generate(prompts[:9], sampling=params)]
+        assert mixed[::2] == expected[:9:2], "greedy requests beside others"
         kv.engine.check()

@@ -8,11 +8,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from triton_rig import CASES, Case, build, case_id, check, chunk, close, decode, expected
+from triton_rig import (
+    CASES,
+    ROTARY_TYPES,
+    Case,
+    build,
+    case_id,
+    check,
+    check_best_tokens,
+    chunk,
+    close,
+    decode,
+    expected,
+)  # fmt: skip
 
 pytest.importorskip("triton")
 
@@ -23,7 +36,9 @@ from kvboost.cache.layout import LayerShape, SlabLayout
 from kvboost.cache.pool import KVPool
 from kvboost.kernels.triton.attention import paged_attention
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
+from kvboost.kernels.triton.greedy import best_tokens
 from kvboost.kernels.triton.rotary import rotary_write
+from kvboost.kernels.triton.rotary_tables import rotary_tables
 from kvboost.kernels.triton.skinny import skinny_linear
 from kvboost.kernels.triton.support import unsupported
 
@@ -157,6 +172,52 @@ def test_rotary_gives_the_same_bits(dtype: torch.dtype) -> None:
     assert torch.equal(q, q_ref) and torch.equal(k, k_ref)
     assert torch.equal(inputs.keys[inputs.tables[0]].flatten(0, 1)[:300], k_ref)
     assert torch.equal(inputs.values[inputs.tables[0]].flatten(0, 1)[:300], v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("kind", ROTARY_TYPES)
+def test_rotary_tables_are_the_same_bits(kind: str, head_dim: int, dtype: torch.dtype) -> None:
+    config = LlamaConfig(
+        hidden_size=1024, num_attention_heads=8, head_dim=head_dim, max_position_embeddings=131_072,
+        rope_parameters=ROTARY_TYPES[kind],
+    )  # fmt: skip
+    module: Any = LlamaRotaryEmbedding(config).cuda()
+    far = torch.randint(0, 131_072, (4000,), device="cuda")  # beyond 105,615 the angle is reduced in another way
+    for positions in (torch.arange(5000, device="cuda"), far, torch.tensor([131_071], device="cuda"), far * 1000):
+        own = module(torch.zeros(1, dtype=dtype, device="cuda"), positions[None])
+        ours = rotary_tables(positions, module.inv_freq, module.attention_scaling, dtype)
+        for a, b in zip(own, ours, strict=True):
+            assert torch.equal(a[0], b), f"{int((a[0] != b).sum())} of {b.numel()} differ"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 152_064), (3, 50_257), (16, 152_064), (300, 32_003), (256, 151_936)])
+def test_best_tokens(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(rows, vocab, device="cuda").to(dtype)  # in 16 bits the largest is seldom alone
+    check_best_tokens(logits)
+    check_best_tokens(logits.round().clamp(max=2))
+    check_best_tokens(torch.randn(rows, vocab + 61, device="cuda").to(dtype)[:, 29 : 29 + vocab])
+    logits[0, vocab // 2 :] = -torch.inf
+    logits[rows // 2] = -torch.inf
+    check_best_tokens(logits)
+    logits[rows // 3, [7, vocab - 1]] = torch.inf
+    check_best_tokens(logits)
+    logits[rows // 3, [vocab - 2, vocab - 3]] = torch.nan
+    logits[rows - 1, vocab // 3] = -torch.nan
+    check_best_tokens(logits)
+
+
+def test_best_tokens_in_a_graph() -> None:
+    logits = torch.zeros(5, 152_064, dtype=torch.bfloat16, device="cuda")
+    best_tokens(logits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen = best_tokens(logits)
+    for _ in range(3):
+        logits.normal_()
+        graph.replay()
+        assert chosen[0].tolist() == logits.float().max(-1).indices.tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

@@ -16,6 +16,7 @@ from kvboost import KVBoost, SamplingParams
 from kvboost.api import build
 from kvboost.attention.backends import Backend
 from kvboost.engine.gpu_runner import GpuRunner
+from kvboost.errors import KVBoostError
 from kvboost.models.fused import fuse
 
 pytestmark = interpreted
@@ -137,3 +138,15 @@ def test_transformers_does_not_look_for_packed_sequences(monkeypatch: pytest.Mon
         monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", find)
         results = kv.generate([[5, 6, 7], [8, 9]], max_new_tokens=3, temperature=0)
         assert [len(r.token_ids) for r in results] == [3, 3]
+
+
+def test_logits_that_overflow_fail_their_request() -> None:
+    model = model_of("llama")
+    with KVBoost.from_model(model, num_blocks=32) as kv:
+        with torch.no_grad():
+            model.lm_head.weight[40, 0] = torch.nan
+        with pytest.raises(KVBoostError, match="logits are nan"):
+            kv.generate([5, 6, 7], max_new_tokens=3, temperature=0)
+        with torch.no_grad():
+            model.lm_head.weight[40, 0] = 0.0
+        assert len(kv.generate([5, 6, 7], max_new_tokens=3, temperature=0).token_ids) == 3
