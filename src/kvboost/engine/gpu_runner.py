@@ -66,9 +66,10 @@ class GpuRunner(Runner):
         prompt_rows = any(w.request.prompt_logprobs is not None for w in ordered)
         tokens = sum(w.count for w in ordered)
         padding = None if self._graphs is None or prompt_rows else padding_for(tokens, len(ordered))
-        inputs = self._fill(spans, _token_ids(ordered, follows), padding)
+        ids = _token_ids(ordered, follows)
+        inputs = self._fill(spans, ids, padding)
         if follows is not None and follows.early is not None:
-            _put_chosen(inputs.ids[: len(ordered)], follows.early)
+            _put_chosen(inputs.ids, ids[: len(ordered)], follows.early)
         if prompt_rows:
             wanted = WantedRows(ordered)
             keep = torch.tensor(wanted.rows or [0], device=self._device)
@@ -139,6 +140,10 @@ def _token_ids(work: Sequence[Work], follows: StepLogits | None) -> np.ndarray[A
     return np.array(ids, dtype=np.int64)
 
 
-def _put_chosen(ids: Tensor, early: EarlyTokens) -> None:
-    """Replace -1 - r by what was chosen in row r; it is on the device, where the host does not see it yet."""
-    ids.copy_(torch.where(ids < 0, early.tokens[(-1 - ids).clamp(min=0)], ids))
+def _put_chosen(inputs: Tensor, ids: np.ndarray[Any, np.dtype[np.int64]], early: EarlyTokens) -> None:
+    """Replace -1 - r by what was chosen in row r: on the device, the host does not know it yet. ids: the first of `inputs`."""
+    inputs, tokens = inputs[: len(ids)], early.tokens
+    if (ids == np.arange(-1, -1 - len(ids), -1)).all():
+        inputs.copy_(tokens[: len(ids)])
+    else:
+        inputs.copy_(torch.where(inputs < 0, tokens[(-1 - inputs).clamp(min=0)], inputs))

@@ -118,7 +118,9 @@ def attention_kernel(
     single = (row_begin == seq) & (count == 1) & (seq < decode_seqs)
     length = tl.load(kv_len + seq)
     low = tl.load(positions + row_begin + first, mask=first < count, other=0).to(tl.int32)
-    high = tl.load(positions + row_begin + tl.minimum(first + TOKENS, count) - 1, mask=first < count, other=0).to(tl.int32)
+    high = tl.load(positions + row_begin + tl.minimum(first + TOKENS, count) - 1, mask=first < count, other=0).to(
+        tl.int32
+    )
     table = tables + tl.load(table_start + seq)
     begin = 0
     if kv_begin is not None:
