@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """The largest logit of each row, as `torch.max` finds it: the first among equals, and a NaN above all numbers.
 
-Two launches. The first reads the logits once, at the speed of memory, and keeps the largest of each piece of a row; the
+Two launches. The first reads the logits once and keeps the largest of each piece of a row; the
 second finds the first piece that has the row's largest, and looks only there for the token.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from kvboost.kernels.triton.early import early, wait_for_kernel_before
 
 WIDE, NARROW = 8192, 1024
-"""Logits of one piece. A wide one is 16 KiB in 16 bits: enough loads under way in each program to use the memory's bandwidth."""
+"""Logits of one piece: four loads of 16 bytes for each thread, or one, in 16 bits."""
 
 PROGRAMS = 264
 """Where wide pieces are fewer than two for each multiprocessor of the largest GPU, pieces are narrow."""
@@ -40,7 +40,7 @@ def best_tokens(logits: Tensor) -> Tensor:
     tops = logits.new_empty(rows, pieces, dtype=torch.float32)
     chosen = logits.new_empty(2, rows, dtype=torch.int32)
     if rows:
-        options = {"VOCAB": vocab, "BLOCK": block, "num_warps": block // 1024 if block == WIDE else 4}
+        options = {"VOCAB": vocab, "BLOCK": block, "num_warps": max(4, block // 1024)}
         _tops_kernel[(pieces, rows)](logits, tops, logits.stride(0), **options, **early(logits.device))
         _choose_kernel[(rows,)](
             logits, tops, chosen, rows, logits.stride(0),

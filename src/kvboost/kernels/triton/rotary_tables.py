@@ -1,9 +1,10 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""cos and sin of rotary positions in one launch, the same bits as the modules of Transformers compute in a dozen.
+"""cos and sin of rotary positions in one launch, the same bits as the modules of Transformers compute in nine.
 
-`tl.cos` and `tl.sin` are libdevice's own functions on NVIDIA GPUs, those that PyTorch's kernels are compiled from, not the
+`tl.cos` and `tl.sin` are libdevice's accurate functions on NVIDIA GPUs, as `cos` in the CUDA C++ of PyTorch is, and not the
 fast approximations: the first frequency is 1, so angles go up to the length of the context, where an approximation has
-no correct digit left and libdevice reduces the angle in whole (Payne and Hanek's way beyond 105,615).
+no correct digit left and libdevice reduces the angle in whole (Payne and Hanek's way beyond 105,615). Triton takes their
+variant that flushes subnormal numbers, which no step of them reaches from the angles of a table.
 """
 
 from __future__ import annotations

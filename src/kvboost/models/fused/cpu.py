@@ -69,7 +69,7 @@ class CpuOps:
         return out
 
     def rotary_tables(self, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> None:
-        """None: a dozen small operations are nothing beside a step here."""
+        """None: nine small operations are nothing beside a step here."""
         return None
 
     def compile_layer(self, layer: parts.Layer) -> CpuLayer:
