@@ -126,6 +126,7 @@ def main() -> None:
         gemma = {"q_heads": 16, "kv_heads": 8, "dim": 256, "window": 512, "softcap": 50.0}
         cases += [
             ("Qwen2.5-7B, speculation", Case((chunk(9, 4), chunk(20, 4)), **qwen), half),
+            ("Qwen2.5-7B, 64 sequences", Case(decode(*range(70, 134)), **qwen), half),
             ("Gemma-2", Case(many, **gemma), half),
             ("gpt-oss", Case(many, q_heads=64, kv_heads=8, dim=64, window=128, sinks=True), half),
             ("DeepSeek's heads, alibi", Case(many, dim=192, dim_v=128, alibi=True), half),
