@@ -1,10 +1,12 @@
-// The functions of kvboost/kernels/cuda/machine.h for a CPU: the threads of a block are fibers that take turns, so a
-// kernel's arithmetic, its addresses and its barriers are tested without a GPU. Shared memory begins as NaNs, copies happen
-// at the last moment allowed, and a block that waits for ever ends the process.
+// The functions of kvboost/kernels/cuda/machine.h for a CPU: the threads of a block are fibers that take turns, and so are
+// blocks, in an order drawn by lot, so a kernel's arithmetic, its addresses, its barriers and what blocks tell each other are
+// tested without a GPU. Shared memory begins as NaNs, copies happen and numbers are published at the last moment allowed, and
+// a block that waits for ever ends the process.
 #pragma once
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -12,6 +14,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -22,7 +25,7 @@ typedef uint64_t u64;
 
 #define KERNEL(name) static void name
 #define DEVICE static inline
-#define SHARED_MEMORY(name) u8* name = host::shared.data()
+#define SHARED_MEMORY(name) u8* name = host::block->shared.data()
 
 struct Quad {
     u32 word[4];
@@ -38,6 +41,8 @@ struct Warp {
     Meeting meeting;
     u32 a[32][4], b[32][2];
     float numbers[32];
+    std::vector<std::pair<float*, float>> published;  // that other blocks cannot see yet
+    u32 arrived_before;
 };
 
 struct Fiber {
@@ -48,14 +53,21 @@ struct Fiber {
     static constexpr size_t STACK = 256 << 10;
 };
 
-static std::vector<u8> shared;
-static std::vector<Fiber> fibers;
-static std::vector<Warp> warps;
-static Meeting whole;
+struct Block {
+    int x, y;
+    std::vector<u8> shared;
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    Meeting whole;
+};
+
 static ucontext_t scheduler;
 static std::function<void()> body;
-static int current, block_x, block_y, grid_x;
+static Block* block;  // whose turn it is
+static int current, grid_x;
 static bool moved;
+
+static Fiber& fiber() { return block->fibers[current]; }
 
 static void meet(Meeting& m, int count) {
     const int generation = m.generation;
@@ -65,51 +77,74 @@ static void meet(Meeting& m, int count) {
         m.generation++;
         return;
     }
-    while (m.generation == generation) swapcontext(&fibers[current].context, &scheduler);
+    while (m.generation == generation) swapcontext(&fiber().context, &scheduler);
 }
 
-static Warp& warp() { return warps[current / 32]; }
+static Warp& warp() { return block->warps[current / 32]; }
 static void meet_warp() { meet(warp().meeting, 32); }
+
+static void make_visible(Warp& w) {
+    for (auto [at, value] : w.published) *at = value;
+    w.published.clear();
+}
 
 static void enter() {
     body();
     moved = true;
-    fibers[current].done = true;
+    fiber().done = true;
 }
 
-static void run_block(int threads, size_t shared_bytes) {
-    shared.assign(shared_bytes, 0xff);
-    fibers.clear();
-    fibers.resize(threads);
-    warps.assign(threads / 32, Warp{});
-    whole = {};
-    for (auto& fiber : fibers) {
+static std::unique_ptr<Block> start_block(int x, int y, int threads, size_t shared_bytes) {
+    auto made = std::make_unique<Block>(Block{x, y});
+    made->shared.assign(shared_bytes, 0xff);
+    made->fibers.resize(threads);
+    made->warps.resize(threads / 32);
+    for (auto& fiber : made->fibers) {
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.get();
         fiber.context.uc_stack.ss_size = Fiber::STACK;
         fiber.context.uc_link = &scheduler;
         makecontext(&fiber.context, enter, 0);
     }
-    for (int left = threads; left;) {
-        moved = false;
-        left = 0;
-        for (current = 0; current < threads; current++)
-            if (!fibers[current].done) {
-                swapcontext(&scheduler, &fibers[current].context);
-                left += !fibers[current].done;
-            }
-        if (left && !moved) {
-            std::fprintf(stderr, "block %d: %d threads wait for ever\n", block_x, left);
-            std::abort();
-        }
-    }
+    return made;
 }
 
-static void launch(int x, int y, int threads, size_t shared_bytes, std::function<void()> kernel) {
+// A turn for each thread of a block; whether some have not ended.
+static bool go_on(Block& with) {
+    block = &with;
+    moved = false;
+    int left = 0;
+    for (current = 0; current < (int)with.fibers.size(); current++)
+        if (!fiber().done) {
+            swapcontext(&scheduler, &fiber().context);
+            left += !fiber().done;
+        }
+    if (left && !moved) {
+        std::fprintf(stderr, "block %d: %d threads wait for ever\n", with.x, left);
+        std::abort();
+    }
+    if (!left)
+        for (auto& w : with.warps) make_visible(w);
+    return left;
+}
+
+// At most `together` blocks at a time; `seed` decides which begin first and whose turn it is.
+static void launch(int x, int y, int threads, size_t shared_bytes, int together, u32 seed, std::function<void()> kernel) {
     body = std::move(kernel);
     grid_x = x;
-    for (block_y = 0; block_y < y; block_y++)
-        for (block_x = 0; block_x < x; block_x++) run_block(threads, shared_bytes);
+    std::mt19937 lots(seed);
+    std::vector<int> waiting(x * y);
+    for (int i = 0; i < x * y; i++) waiting[i] = i;
+    std::shuffle(waiting.begin(), waiting.end(), lots);
+    std::vector<std::unique_ptr<Block>> running;
+    while (!waiting.empty() || !running.empty()) {
+        while (!waiting.empty() && (int)running.size() < together) {
+            running.push_back(start_block(waiting.back() % x, waiting.back() / x, threads, shared_bytes));
+            waiting.pop_back();
+        }
+        const size_t turn = lots() % running.size();
+        if (!go_on(*running[turn])) running.erase(running.begin() + turn);
+    }
 }
 
 template <class T>
@@ -147,13 +182,34 @@ DEVICE void read8(const u8* at, u32& a, u32& b) {
 }
 DEVICE void load8(const u8* at, u32& a, u32& b) { read8(at, a, b); }
 
-DEVICE void copy16(u8* to, const u8* from) { host::fibers[host::current].copies.push_back({to, from}); }
+DEVICE void copy16(u8* to, const u8* from) {
+    auto& shared = host::block->shared;
+    if (to < shared.data() || to + 16 > shared.data() + shared.size()) {
+        std::fprintf(stderr, "a copy ends %td bytes beyond shared memory\n", to + 16 - shared.data() - shared.size());
+        std::abort();
+    }
+    host::fiber().copies.push_back({to, from});
+}
 DEVICE void wait_for_copies() {
-    for (auto [to, from] : host::fibers[host::current].copies) {
+    for (auto [to, from] : host::fiber().copies) {
         const Quad q = read16(from);
         std::memcpy(to, &q, 16);
     }
-    host::fibers[host::current].copies.clear();
+    host::fiber().copies.clear();
+}
+
+DEVICE void publish(float* at, float value) { host::warp().published.push_back({at, value}); }
+DEVICE float read_published(const float* at) { return host::read<float>(at); }
+DEVICE u32 arrive(u32* counter, u32 last) {
+    auto& warp = host::warp();
+    host::meet_warp();
+    if (host::current % 32 == 0) {
+        host::make_visible(warp);
+        warp.arrived_before = *counter;
+        *counter = *counter >= last ? 0 : *counter + 1;
+    }
+    host::meet_warp();
+    return warp.arrived_before;
 }
 
 DEVICE u32 pick(u32 a, u32 b, u32 selector) {
@@ -212,9 +268,9 @@ DEVICE float sum_over(float f, int lanes) {
 
 DEVICE int uniform(int value) { return value; }
 DEVICE int thread() { return host::current; }
-DEVICE int block() { return host::block_x; }
+DEVICE int block() { return host::block->x; }
 DEVICE int blocks() { return host::grid_x; }
-DEVICE int block_of_columns() { return host::block_y; }
-DEVICE void wait_for_block() { host::meet(host::whole, (int)host::fibers.size()); }
+DEVICE int block_of_columns() { return host::block->y; }
+DEVICE void wait_for_block() { host::meet(host::block->whole, (int)host::block->fibers.size()); }
 DEVICE void wait_for_kernel_before() {}
 DEVICE void let_next_kernel_start() {}

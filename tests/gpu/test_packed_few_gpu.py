@@ -13,7 +13,8 @@ from triton_rig import close
 
 pytest.importorskip("triton")
 
-from kvboost.kernels.cuda.packed_few import packed_few, serves
+from kvboost.kernels.cuda import workspace
+from kvboost.kernels.cuda.packed_few import FewTile, Gpu, chosen_tile, packed_few, planned, serves
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm
 from kvboost.kernels.triton.packed import packed_product
 from kvboost.weights.packing import Packing, Scheme
@@ -61,10 +62,12 @@ def test_real_shapes(n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_kernels_that_start_early_wait_for_their_inputs(rows: int) -> None:
-    """Layers in a graph, where each kernel starts while the one before runs, against the same with a wait after each."""
-    down, up = Packing(Scheme.ZEROS, 4, 3584, 128), Packing(Scheme.ZEROS, 4, 1024, 128)
-    first, second = random_rows(up, 7168, 1, "cuda"), random_rows(down, 1024, 2, "cuda")
+@pytest.mark.parametrize("inner", [3584, 16_384])
+def test_kernels_that_start_early_wait_for_their_inputs(inner: int, rows: int) -> None:
+    """Layers in a graph, where each kernel starts while the one before runs, against the same with a wait after each. Long rows
+    are summed in parts."""
+    down, up = Packing(Scheme.ZEROS, 4, inner, 128), Packing(Scheme.ZEROS, 4, 1024, 128)
+    first, second = random_rows(up, 2 * inner, 1, "cuda"), random_rows(down, 1024, 2, "cuda")
     norm = torch.ones(1024, device="cuda", dtype=torch.float16)
     start = torch.randn(rows, 1024, device="cuda").half()
 
@@ -91,3 +94,84 @@ def test_kernels_that_start_early_wait_for_their_inputs(rows: int) -> None:
         graph.replay()
         assert torch.equal(out, want)
     assert torch.equal(run(False), want)
+
+
+SPLIT = [Packing(Scheme.ZEROS, 4, 27_648, 128), Packing(Scheme.ZEROS, 4, 9600, 640), Packing(Scheme.ZEROS, 4, 4224, 64),
+         Packing(Scheme.SYMMETRIC, 4, 4224, 32), Packing(Scheme.MINIMUM, 4, 4224, 128), Packing(Scheme.TWO_LEVEL, 4, 5376, 32)]  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", SPLIT, ids=packing_id)
+@pytest.mark.parametrize("parts", [2, 3, 6, 9])
+def test_parts(packing: Packing, parts: int) -> None:
+    """Of rows that are split, in whatever order they are ready."""
+    gpu = Gpu.of(torch.device("cuda", torch.cuda.current_device()))
+    for n in (307, 5120):
+        weight, bias = random_rows(packing, n, device="cuda"), torch.randn(n, device="cuda").half()
+        for rows, tile in ((1, FewTile(1, 1, 8, 3, 3, 1, parts)), (3, FewTile(2, 1, 8, 2, 2, 4, parts)),
+                           (7, FewTile(2, 1, 8, 2, 2, 0, parts)), (16, FewTile(2, 2, 4, 2, 2, 0, parts))):  # fmt: skip
+            shared = planned(tile, packing, n, gpu).shared_bytes
+            if shared > gpu.block_shared_bytes or not workspace.holds(parts, rows, n):
+                continue
+            x = torch.randn(rows, packing.k, device="cuda").half()
+            want = product(x, weight, packing, bias)
+            out = packed_few(x, weight, packing, bias, tile=tile)
+            close(out, want, (n, rows))
+            for _ in range(20):
+                assert torch.equal(packed_few(x, weight, packing, bias, tile=tile), out), "the order of sums is fixed"
+            total = torch.randn(rows, n, device="cuda").half()
+            want = want + total
+            close(packed_few(x, weight, packing, bias, total=total, tile=tile), want, (n, rows, "total"))
+    assert_ready()
+
+
+def assert_ready() -> None:
+    torch.cuda.synchronize()
+    assert not any(space.counters.any() for space in workspace._workspaces.values())
+
+
+def long_products(rows: int) -> list[tuple[Tensor, Tensor, Packing]]:
+    """Of shapes that are split on large GPUs, into numbers of parts that differ."""
+    made = []
+    for seed, (n, k) in enumerate([(5120, 27_648), (1024, 18_944), (2048, 11_008), (3584, 28_672)]):
+        packing = Packing(Scheme.ZEROS, 4, k, 128)
+        x = torch.randn(rows, k, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).half()
+        made.append((x, random_rows(packing, n, seed, "cuda"), packing))
+    return made
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_graph_of_split_rows_is_replayed(rows: int) -> None:
+    """Shapes in turn, and launches outside of the graph between replays of it."""
+    case = long_products(rows)
+    gpu = Gpu.of(case[0][0].device)
+    assert gpu.processors < 100 or len({chosen_tile(p, len(w), rows, gpu).parts for _, w, p in case} - {1}) > 1
+    want = [packed_product(*one) for one in case]
+    for one, out in zip(case, want, strict=True):
+        close(out, product(*one))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [packed_product(*one) for _ in range(5) for one in case]
+    for turn in range(100):
+        for out in outs:
+            out.zero_()
+        graph.replay()
+        if turn % 3 == 0:
+            assert torch.equal(packed_product(*case[turn % 4]), want[turn % 4])
+        assert all(torch.equal(out, want[i % 4]) for i, out in enumerate(outs)), turn
+    assert_ready()
+
+
+def test_streams_do_not_disturb_each_other() -> None:
+    case = long_products(1)
+    want = [packed_product(*one) for one in case]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    outs: list[list[Tensor]] = [[] for _ in streams]
+    torch.cuda.synchronize()
+    for turn in range(60):
+        for place, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                outs[place].append(packed_product(*case[(turn + place) % 4]))
+    torch.cuda.synchronize()
+    for place, made in enumerate(outs):
+        assert all(torch.equal(out, want[(turn + place) % 4]) for turn, out in enumerate(made))
+    assert_ready()

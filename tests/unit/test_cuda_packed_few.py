@@ -1,30 +1,26 @@
 """The CUDA product of few rows with 4-bit weights: its source on a CPU (tests/cuda_host), by NVIDIA's compiler, and how it is
-launched. On a GPU: tests/gpu/test_packed_gpu.py."""
+launched. On a GPU: tests/gpu/test_packed_few_gpu.py."""
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+from cuda_rig import H200, RTX, Case, built, plan_of
 from kvboost.kernels.cuda import compiler, packed_few
 from kvboost.kernels.cuda.compiler import CudaUnavailable
 from kvboost.kernels.cuda.packed_few import FewTile, Gpu, Launch, chosen_tile, definitions, knows, planned
 from kvboost.weights.packing import Packing, Scheme
 from packed_rig import packing_id, random_rows
 
-HOST = Path(__file__).parents[1] / "cuda_host"
 SMALL, LARGE = torch.bfloat16, torch.float16
-H200 = Gpu(132, 228 << 10, 227 << 10)
-RTX = Gpu(24, 100 << 10, 99 << 10)
+LONG = Packing(Scheme.ZEROS, 4, 27_648, 128)
 
 CASES = [
-    # dtype, packing, tile, rows of x, rows of W, blocks
+    # dtype, packing, tile, rows of x, rows of W, blocks of each part
     (SMALL, Packing(Scheme.ZEROS, 4, 1280, 128), FewTile(1, 1, 8, 3, 3, 1), 1, 40, 2),
     (LARGE, Packing(Scheme.ZEROS, 4, 1280, 128), FewTile(1, 1, 8, 3, 3, 4), 3, 35, 1),
     (LARGE, Packing(Scheme.ZEROS, 4, 1280, 640), FewTile(2, 1, 4, 2, 2, 0), 7, 33, 2),
@@ -37,6 +33,17 @@ CASES = [
     (LARGE, Packing(Scheme.MINIMUM, 4, 384, 32), FewTile(1, 1, 2, 4, 2, 2), 2, 20, 1),
     (SMALL, Packing(Scheme.TWO_LEVEL, 4, 768, 32), FewTile(1, 1, 4, 3, 2, 4), 4, 37, 2),
     (LARGE, Packing(Scheme.TWO_LEVEL, 4, 512, 32), FewTile(2, 1, 4, 2, 2, 0), 6, 64, 1),
+    # split rows: parts of one length and of several, that begin within what 16 bytes hold, a group or a super-block
+    (LARGE, Packing(Scheme.ZEROS, 4, 4096, 128), FewTile(1, 1, 4, 3, 3, 1, 3), 1, 40, 2),
+    (SMALL, Packing(Scheme.ZEROS, 4, 1280, 128), FewTile(1, 1, 2, 2, 2, 4, 10), 3, 35, 1),
+    (LARGE, Packing(Scheme.ZEROS, 4, 1280, 640), FewTile(2, 1, 4, 2, 2, 0, 3), 7, 33, 2),
+    (SMALL, Packing(Scheme.ZEROS, 4, 2560, 64), FewTile(2, 2, 4, 2, 2, 0, 3), 19, 47, 1),
+    (LARGE, Packing(Scheme.ZEROS, 4, 1408, 32), FewTile(1, 1, 4, 2, 2, 8, 4), 8, 17, 2),
+    (SMALL, Packing(Scheme.SYMMETRIC, 4, 1408, 32), FewTile(1, 1, 4, 3, 2, 2, 2), 2, 48, 3),
+    (LARGE, Packing(Scheme.SYMMETRIC, 4, 2560, 128), FewTile(1, 1, 4, 2, 2, 1, 6), 1, 16, 1),
+    (SMALL, Packing(Scheme.MINIMUM, 4, 2560, 128), FewTile(1, 1, 4, 3, 2, 1, 3), 1, 33, 2),
+    (LARGE, Packing(Scheme.MINIMUM, 4, 1152, 32), FewTile(1, 1, 2, 4, 2, 2, 2), 2, 20, 1),
+    (SMALL, Packing(Scheme.TWO_LEVEL, 4, 2816, 32), FewTile(1, 1, 4, 3, 2, 4, 3), 4, 37, 2),
 ]
 
 
@@ -44,49 +51,21 @@ CASES = [
 @pytest.mark.parametrize(
     ("dtype", "packing", "tile", "rows", "n", "blocks"),
     CASES,
-    ids=[f"{packing_id(p)}-{t.tiles}x{t.cols}x{t.warps}-x{t.x_shared}-{r}rows" for _, p, t, r, _, _ in CASES],
+    ids=[f"{packing_id(p)}-{t.tiles}x{t.cols}x{t.warps}-x{t.x_shared}-{r}rows-{t.parts}" for _, p, t, r, _, _ in CASES],
 )
-@pytest.mark.parametrize("added", [False, True], ids=["plain", "bias and total"])
 def test_arithmetic(
-    dtype: torch.dtype, packing: Packing, tile: FewTile, rows: int, n: int, blocks: int, added: bool, tmp_path: Path
+    dtype: torch.dtype, packing: Packing, tile: FewTile, rows: int, n: int, blocks: int, tmp_path: Path
 ) -> None:
     """On a CPU, thread by thread. The reference is computed in float64 from the weights themselves."""
     torch.manual_seed(0)
-    weight = random_rows(packing, n)
     x = torch.randn(rows, packing.k).to(dtype)
     x[:, ::31] *= 40  # outliers, as real activations have them
-    bias = torch.randn(n).to(dtype) if added else None
-    total = torch.randn(rows, n).to(dtype) if added else None
-    want = x.double() @ packing.dense(weight).double().T
-    if bias is not None and total is not None:
-        want = want + bias + total
-    if added:  # and rows that lie apart
-        weight = torch.nn.functional.pad(weight, (0, 64), value=255)[:, : packing.row_bytes]
-    tiles = -(-n // (16 * tile.tiles))
-    launch = Launch(tile, blocks, 1 if tiles <= blocks else 2, tile.shared_bytes(packing, 1 if tiles <= blocks else 2))
-    out = total if total is not None else torch.full((rows, n), torch.nan, dtype=dtype)
-    run_on_cpu(launch, x, weight, packing, bias, total, out, tmp_path)
-    info = torch.finfo(dtype)
-    parts = x.double().abs() @ packing.dense(weight).double().abs().T
-    assert ((out.double() - want).abs() <= want.abs() * info.eps + parts * 2.0**-16).all()
-
-
-def run_on_cpu(
-    launch: Launch, x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, total: Tensor | None, out: Tensor,
-    folder: Path,
-) -> None:  # fmt: skip
-    tile = launch.tile
-    library = folder / "packed_few.so"
-    flags = [f"-D{k}={int(v)}" for k, v in definitions(x.dtype, packing.scheme, packing.group, tile).items()]
-    subprocess.run(
-        ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *flags, f"-I{HOST}", f"-I{compiler.HERE}",
-         str(HOST / "packed_few.cpp"), "-o", str(library)],
-        check=True, timeout=120,
-    )  # fmt: skip
-    shape = packed_few.shape_of(x, weight, packing, launch.buffers)
-    pointers = [ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in (x, weight, bias, total, out)]
-    grid = (launch.blocks, -(-x.shape[0] // (8 * tile.cols)))
-    ctypes.CDLL(str(library)).run(*grid, ctypes.c_size_t(launch.shared_bytes), *pointers, ctypes.byref(shape))
+    plain = Case(x, random_rows(packing, n), packing)
+    apart = torch.nn.functional.pad(plain.weight, (0, 64), value=255)[:, : packing.row_bytes]
+    added = Case(x, apart, packing, torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype))
+    product = built(plain, plan_of(tile, packing, n, blocks), tmp_path)
+    for case in (plain, added):
+        assert ((product(case).double() - case.exact()).abs() <= case.bound()).all()
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
@@ -94,9 +73,10 @@ def run_on_cpu(
 def test_compiles_for_gpus(capability: tuple[int, int], dtype: torch.dtype) -> None:
     """By NVRTC itself, from the package that PyTorch's CUDA wheels depend on."""
     code = compiler.nvrtc()
-    for packing in (Packing(Scheme.ZEROS, 4, 5120, 128), Packing(Scheme.TWO_LEVEL, 4, 5120, 32)):
-        for rows in (1, 4, 8, 16):
-            tile = chosen_tile(packing, 5120, rows, H200 if capability[0] == 9 else RTX)
+    for packing in (Packing(Scheme.ZEROS, 4, 5120, 128), Packing(Scheme.TWO_LEVEL, 4, 5120, 32), LONG):
+        for rows in (1, 4, 8, 16) if packing is not LONG else (1, 4):
+            tile = chosen_tile(packing, 5120, rows, H200 if capability[0] == 9 or packing is LONG else RTX)
+            assert (tile.parts > 1) == (packing is LONG)
             made = definitions(dtype, packing.scheme, packing.group, tile)
             options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
             binary = code.compile("packed_few.cu", [*options, *(f"-D{k}={int(v)}" for k, v in made.items())])
@@ -256,7 +236,8 @@ def test_launches_fit_the_gpu(gpu: Gpu, rows: int, n: int, k: int) -> None:
     assert plan.shared_bytes <= gpu.block_shared_bytes
     tiles = -(-n // (16 * tile.tiles))
     beside = min(tile.blocks, gpu.shared_bytes // (plan.shared_bytes + packed_few.RESERVED_BYTES))
-    assert beside >= 1 and plan.blocks == min(tiles, gpu.processors * beside)
-    assert plan.buffers == 1 if tiles <= plan.blocks else plan.buffers == 2
+    of_a_part = plan.blocks // tile.parts
+    assert beside >= 1 and of_a_part == min(tiles, gpu.processors * beside // tile.parts)
+    assert of_a_part * tile.parts == plan.blocks and plan.buffers == (1 if tiles <= of_a_part else 2)
     assert tile.x_shared in (0, 1, 2, 4) and (tile.x_shared == 0 or rows <= tile.x_shared)
     assert tile.x_shared or tile.depth % 2 == 0

@@ -54,6 +54,31 @@ DEVICE void copy16(u8* to, const u8* from) {
 
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Memory that blocks of one launch write for each other. A thread publishes numbers; when all threads of its warp have, the
+// warp arrives at a counter. A warp that finds all others have arrived may read what they published.
+DEVICE void publish(float* at, float value) {
+    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(at), "f"(value) : "memory");
+}
+
+DEVICE float read_published(const float* at) {
+    float value;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
+    return value;
+}
+
+// How many had arrived before, by all threads of a warp. The arrival after `last` others sets the counter to 0 again.
+DEVICE u32 arrive(u32* counter, u32 last) {
+    u32 before = 0;
+    __syncwarp();
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    if (threadIdx.x % 32 == 0)
+        asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+    before = __shfl_sync(0xffffffffu, before, 0);
+    if (before == last) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    __syncwarp();
+    return before;
+}
+
 // Bytes of (a, b), numbered 0 to 7, by the four nibbles of `selector`.
 DEVICE u32 pick(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 

@@ -7,6 +7,11 @@
 // The rest comes from shared memory: what rows have beside their codes (2 bytes of each of 16 rows cost the L1 cache as much
 // as 64), copied a tile ahead, and x, where there is room for it.
 //
+// With PARTS > 1 a block takes one part of k, so it keeps no more than that of x, and few tiles with long rows still keep all
+// multiprocessors busy. Its last warp, which has no more steps than the others, publishes the sums of a tile in fp32, and counts
+// itself a tile later, when they have long been where others read them. Whom it finds to be the last of PARTS blocks adds up
+// the sums of all, in the order of parts, whatever the order in which they came. No block waits for another.
+//
 // A code becomes a number by putting it into the mantissa of OFFSET, which takes less than one instruction a weight. OFFSET and
 // the zero point are subtracted from sums, scales multiply sums, all in fp32: no weight is rounded. For that the sums of x
 // over groups are needed. What is subtracted may be some 10 times the result, of 2 ** 24.
@@ -14,7 +19,8 @@
 // Compiled for: BF16 (else fp16), SCHEME (as in packed_codes.py), WORDS (4: groups of a multiple of 128 weights, 2: of 64,
 // 1: of 32), STEPS (of a group, with WORDS = 4), X_SHARED (at least so many rows x has, 1, 2, 4 or 8, and it is kept in
 // shared memory; 0: COLS * 8 rows of it at a time are read from the cache, where other warps find them, too), TILES, COLS,
-// WARPS, DEPTH (even with X_SHARED = 0), BLOCKS (at least so many at a time on a multiprocessor).
+// WARPS, DEPTH (even with X_SHARED = 0), BLOCKS (at least so many at a time on a multiprocessor), PARTS (of k; `blocks()` is a
+// multiple of it, and there are that many steps at least).
 #define THREADS (WARPS * 32)
 #include <machine.h>
 
@@ -23,8 +29,9 @@
 #define MINIMUM 4
 #define TWO_LEVEL 5
 
-constexpr int PARTS = 4 / WORDS;  // groups in a step
+constexpr int GROUPS = 4 / WORDS;  // groups in a step
 constexpr int ROWS = 16 * TILES;
+constexpr int OUTPUTS = ROWS * COLS * 8;
 constexpr int PADDED = ROWS + 4;  // so that threads that store together use different banks
 constexpr int AT_ONCE = 4;       // pieces of x that a thread fetches before it waits for them
 constexpr u32 OFFSET = BF16 ? 128 : 64;
@@ -35,13 +42,24 @@ constexpr u32 ONES = BF16 ? 0x3f803f80u : 0x3c003c00u;
 struct Shape {
     u64 row_bytes, x_bytes;  // from row to row
     int rows, n, k;          // of x; of W
-    int tail;                // bytes of a row from its scales on
+    int tail;                // bytes of shared memory for a row's scales and what is beside them: with PARTS = 1, all there are
     int scales_at, beside_at;
     int buffers;  // 1 where every block has one tile, else 2
 };
 
 DEVICE u32 word_at(const u8* at) { return *(const u32*)at; }
 DEVICE u32 half_at(const u8* at) { return *(const u16*)at; }
+
+// Where among a row's scales those of a step begin, and how many bytes they have; then the same of what is beside them.
+constexpr int SCALE_BYTES = SCHEME == TWO_LEVEL ? 4 : 2 * GROUPS;
+constexpr int BESIDE_BYTES = SCHEME == TWO_LEVEL ? 8 : SCHEME == MINIMUM ? SCALE_BYTES : SCHEME == ZEROS ? (GROUPS + 1) / 2 : 0;
+
+DEVICE int scales_of(int step) {
+    return SCHEME == TWO_LEVEL ? step / 2 * 4 : WORDS == 4 ? step / STEPS * 2 : step * SCALE_BYTES;
+}
+DEVICE int beside_of(int step) {
+    return SCHEME == MINIMUM ? scales_of(step) : SCHEME == ZEROS && WORDS == 4 ? step / STEPS / 2 : step * BESIDE_BYTES;
+}
 
 // What a row of W has for one step beside its codes.
 struct Factors {
@@ -50,41 +68,42 @@ struct Factors {
 
 DEVICE Factors factors_of(const u8* scales, const u8* beside, int step) {
     Factors f = {};
+    scales += scales_of(step);
+    beside += beside_of(step);
     if (SCHEME == TWO_LEVEL) {  // 4 groups of 32, half of 256 weights
-        f.scale[0] = word_at(scales + step / 2 * 4);
-        f.beside[0] = word_at(beside + step * 8);
-        f.beside[1] = word_at(beside + step * 8 + 4);
+        f.scale[0] = word_at(scales);
+        f.beside[0] = word_at(beside);
+        f.beside[1] = word_at(beside + 4);
     } else if (WORDS == 4) {
-        const int group = step / STEPS;
-        f.scale[0] = half_at(scales + group * 2);
-        if (SCHEME == ZEROS) f.beside[0] = beside[group / 2] >> (group % 2 * 4) & 15;
-        if (SCHEME == MINIMUM) f.beside[0] = half_at(beside + group * 2);
+        f.scale[0] = half_at(scales);
+        if (SCHEME == ZEROS) f.beside[0] = *beside >> (step / STEPS % 2 * 4) & 15;
+        if (SCHEME == MINIMUM) f.beside[0] = half_at(beside);
     } else {
-        for (int i = 0; i < PARTS / 2; i++) {
-            f.scale[i] = word_at(scales + step * 2 * PARTS + i * 4);
-            if (SCHEME == MINIMUM) f.beside[i] = word_at(beside + step * 2 * PARTS + i * 4);
-            if (SCHEME == ZEROS) f.beside[0] |= beside[step * PARTS / 2 + i] << (8 * i);
+        for (int i = 0; i < GROUPS / 2; i++) {
+            f.scale[i] = word_at(scales + i * 4);
+            if (SCHEME == MINIMUM) f.beside[i] = word_at(beside + i * 4);
+            if (SCHEME == ZEROS) f.beside[0] |= beside[i] << (8 * i);
         }
     }
     return f;
 }
 
 // w = a * (OFFSET + q) + b
-DEVICE void affine(const Factors& f, int part, float& a, float& b) {
+DEVICE void affine(const Factors& f, int group, float& a, float& b) {
     if (SCHEME == TWO_LEVEL) {
-        const u32 both = f.beside[part / 2] >> (part % 2 * 16);
+        const u32 both = f.beside[group / 2] >> (group % 2 * 16);
         a = from_half(f.scale[0]) * small_float(both & 0xff);
         b = -from_half(f.scale[0] >> 16) * small_float(both >> 8 & 0xff) - (float)OFFSET * a;
     } else {
-        a = from_half(f.scale[part / 2] >> (part % 2 * 16));
+        a = from_half(f.scale[group / 2] >> (group % 2 * 16));
         if (SCHEME == MINIMUM)
-            b = from_half(f.beside[part / 2] >> (part % 2 * 16)) - (float)OFFSET * a;
+            b = from_half(f.beside[group / 2] >> (group % 2 * 16)) - (float)OFFSET * a;
         else
-            b = -a * (SCHEME == ZEROS ? small_float(OFFSET + (f.beside[0] >> (4 * part) & 15)) : (float)(OFFSET + 8));
+            b = -a * (SCHEME == ZEROS ? small_float(OFFSET + (f.beside[0] >> (4 * group) & 15)) : (float)(OFFSET + 8));
     }
 }
 
-// The codes of a thread in one row and step: WORDS words of each part.
+// The codes of a thread in one row and step: WORDS words of each group.
 struct Codes {
     u32 word[4];
 };
@@ -153,28 +172,28 @@ DEVICE void decode(u32 word, u32 (&out)[4]) {
 }
 
 // Sums of x over the groups of a step for the columns 2t and 2t + 1, as the matrix units have them.
-typedef float GroupSums[PARTS][COLS][2];
+typedef float GroupSums[GROUPS][COLS][2];
 
 DEVICE void add_up(GroupSums& sums, const Inputs (&in)[COLS]) {
-    for (int part = 0; part < PARTS; part++)
+    for (int group = 0; group < GROUPS; group++)
         for (int c = 0; c < COLS; c++) {
             float all[4] = {};
-            for (int i = part * WORDS; i < part * WORDS + WORDS; i++) {
+            for (int i = group * WORDS; i < group * WORDS + WORDS; i++) {
                 multiply(all, ONES, ONES, ONES, ONES, in[c].low[i][0], in[c].low[i][1]);
                 multiply(all, ONES, ONES, ONES, ONES, in[c].high[i][0], in[c].high[i][1]);
             }
-            sums[part][c][0] = all[0];
-            sums[part][c][1] = all[1];
+            sums[group][c][0] = all[0];
+            sums[group][c][1] = all[1];
         }
 }
 
 // factors: of the first row of a tile; to_row: from there to the thread's rows.
 DEVICE void compute(const Codes (&codes)[TILES][2], const u8* factors, const u32 (&to_row)[TILES][2], int beside, int step,
                     const Inputs (&in)[COLS], const GroupSums& sums, float (&acc)[TILES][COLS][4]) {
-    for (int part = 0; part < PARTS; part++)
+    for (int group = 0; group < GROUPS; group++)
         for (int tile = 0; tile < TILES; tile++) {
             float products[COLS][4] = {};
-            for (int i = part * WORDS; i < part * WORDS + WORDS; i++) {
+            for (int i = group * WORDS; i < group * WORDS + WORDS; i++) {
                 u32 upper[4], lower[4];
                 decode(codes[tile][0].word[i], upper);
                 decode(codes[tile][1].word[i], lower);
@@ -185,37 +204,57 @@ DEVICE void compute(const Codes (&codes)[TILES][2], const u8* factors, const u32
             }
             for (int half = 0; half < 2; half++) {
                 float a, b;
-                affine(factors_of(factors + to_row[tile][half], factors + beside + to_row[tile][half], step), part, a, b);
+                affine(factors_of(factors + to_row[tile][half], factors + beside + to_row[tile][half], step), group, a, b);
                 for (int c = 0; c < COLS; c++)
                     for (int i = 0; i < 2; i++) {
                         float& sum = acc[tile][c][half * 2 + i];
-                        sum = multiply_add(a, products[c][half * 2 + i], multiply_add(b, sums[part][c][i], sum));
+                        sum = multiply_add(a, products[c][half * 2 + i], multiply_add(b, sums[group][c][i], sum));
                     }
             }
         }
 }
 
 // s.n is ROWS at least: the last tile begins ROWS before the end, and stores only what the tile before does not.
-// bias and total (like y, and possibly y itself) may be null.
-KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* total, u16* y, const Shape s) {
+// bias and total (like y, and possibly y itself) may be null. With PARTS > 1: partials [PARTS, rows of x, n]; counters of all
+// tiles and blocks of columns, zero before and after every launch. Launches that may overlap must not have the same.
+KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* total, u16* y, const Shape s, float* partials,
+                   u32* counters) {
     SHARED_MEMORY(memory);
     typedef float TileSums[WARPS][COLS * 8][PADDED];
     constexpr int SUM_ROWS = X_SHARED > 2 ? X_SHARED : 2;
-    const int tail = s.tail, units = tail / 16;
+    const int tail = s.tail;
     TileSums* tile_sums = (TileSums*)memory;                  // for tiles in turn
     u8* factors = memory + s.buffers * sizeof(TileSums);      // the same: ROWS * tail
-    u8* x_shared = factors + s.buffers * ROWS * tail;         // X_SHARED rows
-    float* x_sums = (float*)(x_shared + X_SHARED * s.k * 2);  // by groups, then SUM_ROWS
+    u8* x_shared = factors + s.buffers * ROWS * tail;         // X_SHARED rows, of the part
+    const int steps = s.k / 128, tiles = (s.n + ROWS - 1) / ROWS;
+    const int x_row = PARTS == 1 ? s.k * 2 : (steps + PARTS - 1) / PARTS * 256;
+    float* x_sums = (float*)(x_shared + X_SHARED * x_row);  // by groups, then SUM_ROWS
     const int warp = uniform(thread() / 32), lane = thread() % 32, g = lane / 4, t = lane % 4;
     const int first_column = block_of_columns() * COLS * 8;
-    const int steps = s.k / 128, tiles = (s.n + ROWS - 1) / ROWS;
+    const int part = block() % PARTS, place = block() / PARTS, places = blocks() / PARTS;
+    const int first = part * steps / PARTS, last = (part + 1) * steps / PARTS;
+
+    // Of a row's tail the part's scales are copied in units of 16 bytes, then what is beside them.
+    const int beside = s.beside_at - s.scales_at;
+    const int scales_from = scales_of(first) & ~15, beside_from = (beside + beside_of(first)) & ~15;
+    const int scale_units = (scales_of(last - 1) + SCALE_BYTES - scales_from + 15) / 16;
+    const int beside_units = BESIDE_BYTES ? (beside + beside_of(last - 1) + BESIDE_BYTES - beside_from + 15) / 16 : 0;
+    const int units = PARTS == 1 ? tail / 16 : scale_units + beside_units;
+    const int to_beside = PARTS == 1 ? beside : beside + scales_from + scale_units * 16 - beside_from;
 
     const auto first_row = [&](int tile) { return tile * ROWS < s.n - ROWS ? tile * ROWS : s.n - ROWS; };
     const auto codes_at = [&](int tile) { return weight + first_row(tile) * s.row_bytes; };
     const auto copy_factors = [&](int tile, int turn) {
         const u8* from = codes_at(tile) + s.scales_at;
-        for (int i = thread(); i < ROWS * units; i += THREADS)
-            copy16(factors + (turn * ROWS * units + i) * 16, from + i / units * s.row_bytes + i % units * 16);
+        for (int i = thread(); i < ROWS * units; i += THREADS) {
+            const u8* row = from + i / units * s.row_bytes;
+            const int unit = i % units, beyond = unit - scale_units;
+            if (PARTS == 1)
+                copy16(factors + (turn * ROWS * units + i) * 16, row + unit * 16);
+            else
+                copy16(factors + (turn * ROWS + i / units) * tail + unit * 16,
+                       row + (beyond < 0 ? scales_from + unit * 16 : beside_from + beyond * 16));
+        }
     };
     u32 to_codes[TILES][2], to_factors[TILES][2];
     for (int i = 0; i < TILES; i++)
@@ -226,26 +265,26 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
         }
 
     Codes codes[DEPTH][TILES][2];
-    const u8* here = codes_at(block());
+    const u8* here = codes_at(place);
 #pragma unroll
     for (int d = 0; d < DEPTH; d++)
-        if (warp + d * WARPS < steps)
+        if (first + warp + d * WARPS < last)
             for (int i = 0; i < TILES; i++)
                 for (int half = 0; half < 2; half++)
-                    codes[d][i][half] = read_codes(here + (warp + d * WARPS) * 64 + to_codes[i][half]);
-    copy_factors(block(), 0);
+                    codes[d][i][half] = read_codes(here + (first + warp + d * WARPS) * 64 + to_codes[i][half]);
+    copy_factors(place, 0);
 
     let_next_kernel_start();
     wait_for_kernel_before();
     const u8* x_at[COLS];
     Inputs in[2][COLS] = {};  // without X_SHARED those of this step and of the next
     if (X_SHARED) {
-        const int x_units = s.k / 8;
+        const int x_units = PARTS == 1 ? s.k / 8 : (last - first) * 16;
         for (int start = 0; start < X_SHARED * x_units; start += AT_ONCE * THREADS) {  // all threads go round together
             Quad q[AT_ONCE] = {};
             for (int j = 0; j < AT_ONCE; j++) {
                 const int i = start + j * THREADS + thread(), r = i / x_units;
-                if (r < s.rows) q[j] = load16(x + r * s.x_bytes + i % x_units * 16);
+                if (r < s.rows) q[j] = load16(x + r * s.x_bytes + first * 256 + i % x_units * 16);
             }
             for (int j = 0; j < AT_ONCE; j++) {
                 const int i = start + j * THREADS + thread(), r = i / x_units, unit = i % x_units;
@@ -259,7 +298,7 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
             }
         }
         x_at[0] = x_shared + g * 64 + t * (WORDS == 1 ? 8 : 16);
-        x_sums += t * 2 % SUM_ROWS;
+        x_sums += t * 2 % SUM_ROWS - first * GROUPS * SUM_ROWS;
     } else {
         for (int c = 0; c < COLS; c++) {  // beyond x its last row again, not stored
             const int column = first_column + c * 8 + g;
@@ -269,34 +308,69 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
     wait_for_copies();
     wait_for_block();
 
-    for (int tile = block(), turn = 0; tile < tiles; tile += blocks(), turn ^= 1) {
-        const int tile_after = tile + blocks();
+    // Whether output `at` of a tile is the block's to store; then its row of W and its place in y.
+    const auto is_ours = [&](int tile, int at, int& r, u64& to) {
+        const int column = first_column + at / ROWS;
+        r = first_row(tile) + at % ROWS;
+        to = (u64)column * s.n + r;
+        return column < s.rows && r >= tile * ROWS;
+    };
+    const auto sum_of_warps = [&](int turn, int at) {
+        float sum = 0;
+        for (int w = 0; w < WARPS; w++) sum += tile_sums[turn][w][at / ROWS][at % ROWS];
+        return sum;
+    };
+    const auto store = [&](u64 to, int r, float sum) {
+        if (bias) sum += widen(bias[r]);
+        if (total) sum += widen(total[to]);
+        y[to] = narrow(sum);
+    };
+    const u64 part_size = (u64)s.rows * s.n;
+    const auto join_before = [&](int tile) {
+        if (warp < WARPS - 1 || tile == place) return;
+        tile -= places;
+        if (arrive(counters + block_of_columns() * tiles + tile, PARTS - 1) != PARTS - 1) return;
+#pragma unroll 1
+        for (int at = lane; at < OUTPUTS; at += 32) {
+            int r;
+            u64 to;
+            if (!is_ours(tile, at, r, to)) continue;
+            float sum = 0;
+            for (int p = 0; p < PARTS; p++) sum += read_published(partials + p * part_size + to);
+            store(to, r, sum);
+        }
+    };
+
+    int tile = place;
+    for (int turn = 0; tile < tiles; tile += places, turn ^= 1) {
+        const int tile_after = tile + places;
         const bool more = tile_after < tiles;
         const u8* after = codes_at(tile_after);
         if (more) copy_factors(tile_after, turn ^ 1);
-        if (!X_SHARED && warp < steps)
-            for (int c = 0; c < COLS; c++) read_inputs(in[0][c], x_at[c] + warp * 256, t);
+        if (!X_SHARED && first + warp < last)
+            for (int c = 0; c < COLS; c++) read_inputs(in[0][c], x_at[c] + (first + warp) * 256, t);
         float acc[TILES][COLS][4] = {};
-        for (int start = warp; start < steps; start += DEPTH * WARPS) {
+        for (int start = first + warp; start < last; start += DEPTH * WARPS) {
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 const int step = start + d * WARPS;
-                if (step >= steps) break;
+                if (step >= last) break;
                 GroupSums sums;
                 Inputs(&now)[COLS] = in[X_SHARED ? 0 : d % 2];
                 if (X_SHARED) {
-                    if (g < X_SHARED) take_inputs(now[0], x_at[0] + step * X_SHARED * 256);
-                    for (int part = 0; part < PARTS; part++)
-                        for (int i = 0; i < 2; i++) sums[part][0][i] = x_sums[(step * PARTS + part) * SUM_ROWS + i];
+                    if (g < X_SHARED) take_inputs(now[0], x_at[0] + (step - first) * X_SHARED * 256);
+                    for (int group = 0; group < GROUPS; group++)
+                        for (int i = 0; i < 2; i++) sums[group][0][i] = x_sums[(step * GROUPS + group) * SUM_ROWS + i];
                 } else {
-                    if (step + WARPS < steps)
+                    if (step + WARPS < last)
                         for (int c = 0; c < COLS; c++) read_inputs(in[(d + 1) % 2][c], x_at[c] + (step + WARPS) * 256, t);
                     add_up(sums, now);
                 }
-                compute(codes[d], factors + turn * ROWS * tail, to_factors, s.beside_at - s.scales_at, step, now, sums, acc);
+                const u8* scales = factors + turn * ROWS * tail - (PARTS == 1 ? 0 : scales_from);
+                compute(codes[d], scales, to_factors, to_beside, step, now, sums, acc);
                 const int next = step + DEPTH * WARPS;
-                const u8* from = next < steps ? here + next * 64 : after + (warp + d * WARPS) * 64;
-                if (next < steps || more)
+                const u8* from = next < last ? here + next * 64 : after + (first + warp + d * WARPS) * 64;
+                if (next < last || more)
                     for (int i = 0; i < TILES; i++)
                         for (int half = 0; half < 2; half++) codes[d][i][half] = read_codes(from + to_codes[i][half]);
             }
@@ -307,17 +381,19 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
             for (int c = 0; c < COLS; c++)
                 for (int j = 0; j < 4; j++)
                     tile_sums[turn][warp][c * 8 + t * 2 + j % 2][i * 16 + j / 2 * 8 + g] = acc[i][c][j];
+        if (PARTS > 1) join_before(tile);
         wait_for_copies();
         wait_for_block();
-        for (int at = thread(); at < ROWS * COLS * 8; at += THREADS) {
-            const int column = at / ROWS, r = first_row(tile) + at % ROWS;
-            if (first_column + column >= s.rows || r < tile * ROWS) continue;
-            float sum = 0;
-            for (int w = 0; w < WARPS; w++) sum += tile_sums[turn][w][column][at % ROWS];
-            const u64 to = (u64)(first_column + column) * s.n + r;
-            if (bias) sum += widen(bias[r]);
-            if (total) sum += widen(total[to]);
-            y[to] = narrow(sum);
+        int r;
+        u64 to;
+        if (PARTS == 1) {
+            for (int at = thread(); at < OUTPUTS; at += THREADS)
+                if (is_ours(tile, at, r, to)) store(to, r, sum_of_warps(turn, at));
+        } else if (warp == WARPS - 1) {
+#pragma unroll 1
+            for (int at = lane; at < OUTPUTS; at += 32)
+                if (is_ours(tile, at, r, to)) publish(partials + part * part_size + to, sum_of_warps(turn, at));
         }
     }
+    if (PARTS > 1) join_before(tile);
 }

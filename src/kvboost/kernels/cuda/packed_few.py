@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvboost.kernels.cuda.compiler import CudaUnavailable, cubin
 from kvboost.kernels.cuda.driver import Kernel
+from kvboost.kernels.cuda.workspace import holds, prepare, workspace_of
 from kvboost.weights.packing import Packing, Scheme
 
 log = logging.getLogger("kvboost")
@@ -31,6 +32,12 @@ STEP = 128
 MUCH_X = 32 << 10
 """Bytes of x in shared memory from which fewer, larger blocks are faster, because each fetches all of x."""
 
+FEWEST_STEPS = 4
+"""Of a warp in its part of a row, which ends with a barrier and the joining of sums; so rows of 8,192 weights may be split."""
+
+FEW_TILES = 4
+"""For each block that the GPU holds; from so many on at least 4 blocks of 5 are always busy, and rows are not split."""
+
 RESERVED_BYTES = 1024
 """Of shared memory, for every block."""
 
@@ -41,8 +48,8 @@ SCHEMES = {Scheme.SYMMETRIC: 0, Scheme.ZEROS: 1, Scheme.MINIMUM: 4, Scheme.TWO_L
 @dataclass(frozen=True, slots=True)
 class FewTile:
     """`tiles` of 16 weight rows and `cols` of 8 rows of x in a block; its warps; the steps that each reads ahead; blocks that a
-    multiprocessor must hold, which bounds registers; and rows of x kept in shared memory, 0 for none. `warps` is even, and
-    without rows in shared memory `depth`, too."""
+    multiprocessor must hold, which bounds registers; rows of x kept in shared memory, 0 for none; and parts of k, of which a
+    block takes one. `warps` is even, and without rows in shared memory `depth`, too."""
 
     tiles: int
     cols: int
@@ -50,19 +57,37 @@ class FewTile:
     depth: int
     blocks: int
     x_shared: int
+    parts: int = 1
+
+    def steps(self, packing: Packing) -> int:
+        """Of a row, in the longest of its parts."""
+        return -(-packing.k // (STEP * self.parts))
+
+    def tail_bytes(self, packing: Packing) -> int:
+        """Room for what a row, or a part of it, has beside its codes.
+
+        That of a part is copied in two pieces, with up to 15 bytes too many at each of their four ends, and half a step's. An
+        odd number of 16 bytes, so that rows that are read together begin in different banks.
+        """
+        whole = packing.row_bytes - packing.scales_at
+        if self.parts == 1:
+            return whole
+        return (-(-whole * self.steps(packing) * STEP // packing.k) + 80) // 16 * 16 | 16
 
     def shared_bytes(self, packing: Packing, buffers: int) -> int:
         """As packed_few.cu divides shared memory."""
         rows = 16 * self.tiles
         sums = self.warps * 8 * self.cols * (rows + 4) * 4
-        factors = rows * (packing.row_bytes - packing.scales_at)
-        x = self.x_shared * packing.k * 2 + packing.k // min(STEP, packing.group) * max(2, self.x_shared) * 4
+        factors = rows * self.tail_bytes(packing)
+        k = self.steps(packing) * STEP
+        x = self.x_shared * k * 2 + k // min(STEP, packing.group) * max(2, self.x_shared) * 4
         return buffers * (sums + factors) + (x if self.x_shared else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a product is computed. blocks: that take the tiles in turn; buffers: 1 where none has more than one."""
+    """How a product is computed. blocks: the same number for each part, which take the tiles in turn; buffers: 1 where none
+    has more than one."""
 
     tile: FewTile
     blocks: int
@@ -96,10 +121,11 @@ class Shape(ctypes.Structure):
     )  # fmt: skip
 
 
-def shape_of(x: Tensor, weight: Tensor, packing: Packing, buffers: int) -> Shape:
+def shape_of(x: Tensor, weight: Tensor, packing: Packing, plan: Launch) -> Shape:
     return Shape(
         row_bytes=weight.stride(0), x_bytes=x.stride(0) * x.element_size(), rows=x.shape[0], n=weight.shape[0],
-        k=packing.k, tail=packing.row_bytes - packing.scales_at, scales_at=packing.scales_at, beside_at=packing.beside_at, buffers=buffers,
+        k=packing.k, tail=plan.tile.tail_bytes(packing), scales_at=packing.scales_at, beside_at=packing.beside_at,
+        buffers=plan.buffers,
     )  # fmt: skip
 
 
@@ -153,7 +179,7 @@ def packed_few(
         raise ValueError(
             f"total {tuple(total.shape)} in {total.dtype} must be a contiguous [{rows}, {n}] in {x.dtype}."
         )
-    if tile is not None and (n < 16 * tile.tiles or 0 < tile.x_shared < rows):
+    if tile is not None and not _can(tile, packing, n, rows):
         raise ValueError(f"{tile} does not serve {rows} rows of x and {n} of the weight.")
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
@@ -163,51 +189,65 @@ def packed_few(
         raise ValueError(f"this GPU has no kernel for {rows} rows of x and {n} of the weight.")
     kernel = _kernel(x.device, x.dtype, packing.scheme, packing.group, plan.tile)
     out = x.new_empty(rows, n) if total is None else total
-    shape = shape_of(x, weight, packing, plan.buffers)
-    tensors = (x, weight, bias, total, out)
-    pointers = (ctypes.c_void_p(0 if tensor is None else tensor.data_ptr()) for tensor in tensors)
-    kernel.launch((plan.blocks, -(-rows // (8 * plan.tile.cols))), plan.shared_bytes, (*pointers, shape))
+    space = workspace_of(x.device) if plan.tile.parts > 1 else (None, None)
+    pointers, shape = map(_address, (x, weight, bias, total, out)), shape_of(x, weight, packing, plan)
+    grid = (plan.blocks, -(-rows // (8 * plan.tile.cols)))
+    kernel.launch(grid, plan.shared_bytes, (*pointers, shape, *map(_address, space)))
     return out
+
+
+def _address(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+
+
+def _can(tile: FewTile, packing: Packing, n: int, rows: int) -> bool:
+    """Whether a tile serves so many rows of the weight and of x."""
+    split = tile.parts == 1 or (tile.parts <= packing.k // STEP and holds(tile.parts, rows, n))
+    return n >= 16 * tile.tiles and (not tile.x_shared or rows <= tile.x_shared) and split
 
 
 def chosen_tile(packing: Packing, n: int, rows: int, gpu: Gpu) -> FewTile:
     """The fastest of those that were measured on an H200 (docs/results/gpu-packed-products.md).
 
-    Up to 4 rows of x stay in shared memory while enough blocks fit beside one another.
+    Up to 4 rows of x stay in shared memory while enough blocks fit beside one another. There long rows of few tiles are split
+    where that keeps more of the GPU busy; into how many parts follows from `_busy`, not from times.
     """
     if rows <= 4:
         kept = 1 << (rows - 1).bit_length()
-        tiles = [FewTile(1, 1, 8, 3, 3, kept), FewTile(2, 1, 8, 2, 2, kept)]
+        small = FewTile(1, 1, 8, 3, 3, kept)
+        tiles = [small, FewTile(2, 1, 8, 2, 2, kept)]
         if kept * packing.k * 2 > MUCH_X:
             tiles = [FewTile(1, 1, 12, 2, 2, kept)]
-        fitting = [tile for tile in tiles if _fits(tile, packing, n, gpu)]
+        if n <= FEW_TILES * 16 * gpu.processors * small.blocks:
+            most = packing.k // (STEP * FEWEST_STEPS * small.warps)
+            tiles += [replace(small, parts=parts) for parts in range(2, most + 1)]
+        fitting = [tile for tile in tiles if _can(tile, packing, n, rows) and _fits(tile, packing, n, gpu)]
         if fitting:
             return max(fitting, key=lambda tile: _busy(tile, packing, n, gpu))
     return FewTile(2, 1, 8, 2, 2, 0) if rows <= 8 else FewTile(2, 2, 4, 2, 2, 0)
 
 
 def _fits(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> bool:
-    return (
-        n >= 16 * tile.tiles
-        and tile.blocks * (planned(tile, packing, n, gpu).shared_bytes + RESERVED_BYTES) <= gpu.shared_bytes
-    )
+    return tile.blocks * (planned(tile, packing, n, gpu).shared_bytes + RESERVED_BYTES) <= gpu.shared_bytes
 
 
 def _busy(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> float:
-    """The share of the GPU that has a tile, over all rounds of tiles."""
-    tiles, together = -(-n // (16 * tile.tiles)), gpu.processors * tile.blocks
-    return tiles / (-(-tiles // together) * together)
+    """The share of the GPU's warps that have a step, over all rounds of tiles and of the steps of each."""
+    tiles, together = -(-n // (16 * tile.tiles)), gpu.processors * tile.blocks // tile.parts
+    rounds, steps = -(-tiles // together), -(-tile.steps(packing) // tile.warps)
+    return tiles * (packing.k // STEP) / (rounds * together * steps * tile.warps * tile.parts)
 
 
 def planned(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> Launch:
-    """As many blocks as the GPU holds at a time, or one for each tile."""
+    """As many blocks as the GPU holds at a time, or one for each part of a tile."""
     tiles = -(-n // (16 * tile.tiles))
     for buffers in (1, 2):
         shared = tile.shared_bytes(packing, buffers)
         together = gpu.processors * max(1, min(tile.blocks, gpu.shared_bytes // (shared + RESERVED_BYTES)))
-        if tiles <= together:
-            return Launch(tile, tiles, buffers, shared)
-    return Launch(tile, together, 2, shared)
+        of_a_part = max(1, together // tile.parts)
+        if tiles <= of_a_part:
+            return Launch(tile, tiles * tile.parts, buffers, shared)
+    return Launch(tile, of_a_part * tile.parts, 2, shared)
 
 
 @lru_cache(maxsize=4096)
@@ -233,6 +273,8 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, packing: Packing, n: i
         return False
     try:
         _kernel(*key)
+        if plan.tile.parts > 1:
+            prepare(device)
     except CudaUnavailable as error:
         if torch.cuda.is_current_stream_capturing():  # which may be why; it is tried again outside
             return False
@@ -256,5 +298,5 @@ def definitions(dtype: torch.dtype, scheme: Scheme, group: int, tile: FewTile) -
     return {
         "BF16": dtype is torch.bfloat16, "SCHEME": SCHEMES[scheme], "WORDS": 4 if wide else group // 32,
         "STEPS": group // STEP if wide else 1, "TILES": tile.tiles, "COLS": tile.cols, "WARPS": tile.warps,
-        "DEPTH": tile.depth, "BLOCKS": tile.blocks, "X_SHARED": tile.x_shared,
+        "DEPTH": tile.depth, "BLOCKS": tile.blocks, "X_SHARED": tile.x_shared, "PARTS": tile.parts,
     }  # fmt: skip

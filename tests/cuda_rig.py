@@ -1,0 +1,101 @@
+"""Shared by the tests of packed_few.cu: its source as a library for this CPU, and GPUs to plan launches for."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvboost.kernels.cuda import compiler, packed_few
+from kvboost.kernels.cuda.packed_few import FewTile, Gpu, Launch, definitions
+from kvboost.kernels.cuda.workspace import Workspace
+from kvboost.weights.packing import Packing
+
+HOST = Path(__file__).parent / "cuda_host"
+H200 = Gpu(132, 228 << 10, 227 << 10)
+RTX = Gpu(24, 100 << 10, 99 << 10)
+
+
+def plan_of(tile: FewTile, packing: Packing, n: int, blocks_of_a_part: int) -> Launch:
+    """A launch of so many blocks for each part of k."""
+    buffers = 1 if -(-n // (16 * tile.tiles)) <= blocks_of_a_part else 2
+    return Launch(tile, blocks_of_a_part * tile.parts, buffers, tile.shared_bytes(packing, buffers))
+
+
+def dirty_workspace() -> Workspace:
+    """Partial sums of any content, here NaN; counters of zero."""
+    space = Workspace.zeros("cpu")
+    space.partials.fill_(torch.nan)
+    return space
+
+
+@dataclass
+class Case:
+    """One product: x `[rows, k]` and packed rows, and what is added to it."""
+
+    x: Tensor
+    weight: Tensor
+    packing: Packing
+    bias: Tensor | None = None
+    total: Tensor | None = None
+
+    def exact(self) -> Tensor:
+        """In float64, from the weights themselves."""
+        want = self.x.double() @ self.packing.dense(self.weight).double().T
+        return sum((t.double() for t in (self.bias, self.total) if t is not None), want)
+
+    def bound(self) -> Tensor:
+        """How far a result that is summed in fp32 and rounded once may lie from `exact`."""
+        parts = self.x.double().abs() @ self.packing.dense(self.weight).double().abs().T
+        return self.exact().abs() * torch.finfo(self.x.dtype).eps + parts * 2.0**-16
+
+
+class HostKernel:
+    """Stands for a `Kernel` of packed_few.cu, compiled for this CPU.
+
+    At most `together` blocks run at a time; `seed` says which begin first and whose turn it is.
+    """
+
+    def __init__(self, dtype: torch.dtype, packing: Packing, tile: FewTile, folder: Path) -> None:
+        library = folder / "packed_few.so"
+        made = definitions(dtype, packing.scheme, packing.group, tile)
+        flags = [f"-D{name}={int(value)}" for name, value in made.items()]
+        subprocess.run(
+            ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *flags, f"-I{HOST}", f"-I{compiler.HERE}",
+             str(HOST / "packed_few.cpp"), "-o", str(library)],
+            check=True, timeout=120,
+        )  # fmt: skip
+        self._run = ctypes.CDLL(str(library)).run
+        self.together, self.seed = 2, 0
+
+    def launch(self, grid: tuple[int, int], shared_bytes: int, arguments: Sequence[Any]) -> None:
+        given = (ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments)
+        self._run(*grid, ctypes.c_size_t(shared_bytes), self.together, self.seed, *given)
+
+
+def built(case: Case, plan: Launch, folder: Path) -> Callable[..., Tensor]:
+    """The kernel for a launch. Called with (case, space, together, seed) it answers the product, see `HostKernel`."""
+    kernel = HostKernel(case.x.dtype, case.packing, plan.tile, folder)
+
+    def product(case: Case, space: Workspace | None = None, together: int = 2, seed: int = 0) -> Tensor:
+        rows, n = case.x.shape[0], case.weight.shape[0]
+        out = torch.full((rows, n), torch.nan, dtype=case.x.dtype) if case.total is None else case.total.clone()
+        total = None if case.total is None else out
+        pointers = map(packed_few._address, (case.x, case.weight, case.bias, total, out))
+        shape = packed_few.shape_of(case.x, case.weight, case.packing, plan)
+        space = space or dirty_workspace()
+        kernel.together, kernel.seed = together, seed
+        kernel.launch(
+            (plan.blocks, -(-rows // (8 * plan.tile.cols))),
+            plan.shared_bytes,
+            (*pointers, shape, *map(packed_few._address, space)),
+        )
+        return out
+
+    return product
