@@ -73,6 +73,7 @@ class StepTensors:
         *,
         pad_tokens_to: int | None = None,
         pad_seqs_to: int | None = None,
+        shares: bool = False,
     ) -> StepInputs:
         """Pack `spans` (those of one token first) and start copying; the stream of the caller orders what follows.
 
@@ -80,7 +81,7 @@ class StepTensors:
         tokens get slot -1 and belong to sequences without keys, one token each where the sequences suffice, else all
         to the first; so padded tokens need at least one padded sequence. A table that was seen in an earlier step may
         have changed at its end only: grown, or been cut and then seen before it grew again. Raises ValueError beyond
-        the capacities.
+        the capacities. shares: launch for sequences that share keys even where none do.
         """
         table = np.array([(s.start, s.count) for s in spans], dtype=np.int64).reshape(-1, 2)
         start, count = table[:, 0], table[:, 1]
@@ -116,6 +117,8 @@ class StepTensors:
         self._known.forget_unused()
         singles = _leading_ones(count)
         pieces = shared_pieces(rows[:singles], (start[:singles] // self._size).tolist(), self._size)
+        if shares and not pieces:
+            pieces = [(0, singles, 0)]
         if pieces:
             self._share(host, at, pieces, _leading_ones(counts), table_start, seqs)
 

@@ -108,13 +108,12 @@ class Bench:
         return int(total)
 
     def first_token(self, context: int, new: int = 64, rounds: int = 5) -> Row:
-        """Cold: nothing known. Warm: all but `new` tokens known, from an earlier, different request."""
+        """Cold: nothing known. Warm: all but `new` tokens known, from earlier, different requests; the second and on."""
         cold, warm = [], []
         for _ in range(rounds):
             base = self.ids(context - new)
             cold.append(self._ttft(base + self.ids(new)))
-            self._ttft(base + self.ids(new))
-            warm.append(self._ttft(base + self.ids(new)))
+            warm += [self._ttft(base + self.ids(new)) for _ in range(5)][1:]
         own = self.transformers_cold.get(context)
         row: Row = {
             "case": f"first token {context}",
@@ -184,7 +183,9 @@ def continuous_batches(model: PreTrainedModel, requests: int, own: int, tokens: 
     return {"case": case, "output_tokens_per_s": found.output_tokens / found.total_s, "seconds": found.total_s}
 
 
-def run(shape: str, weights: str, quick: bool, decode_only: bool, with_throughput: bool) -> dict[str, Any]:
+def run(
+    shape: str, weights: str, quick: bool, decode_only: bool, with_throughput: bool, with_peers: bool
+) -> dict[str, Any]:
     model = build(shape, weights)
     bandwidth = copy_bandwidth()
     contexts = () if decode_only else (1024, 4096, 8192) if quick else (1024, 4096, 8192, 32_768)
@@ -192,7 +193,7 @@ def run(shape: str, weights: str, quick: bool, decode_only: bool, with_throughpu
     rng = random.Random(1)
     prompts = [[rng.randrange(10, 1000) for _ in range(512)] for _ in range(128)]
     theirs = []
-    if with_throughput:
+    if with_peers:
         theirs = [static_batches(model, prompts, 128, 128), continuous_batches(model, 512, 512, 128)]
     torch.cuda.empty_cache()
     began = time.perf_counter()
@@ -236,9 +237,12 @@ def main() -> None:
     parser.add_argument("--decode-only", action="store_true", help="no first tokens, and no more than 64 sequences")
     parser.add_argument("--quick", action="store_true", help="no 32k context")
     parser.add_argument("--throughput", action="store_true", help="also 512 requests at once")
+    parser.add_argument(
+        "--peers", action="store_true", help="also Transformers' generate and generate_batch, which take minutes"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    report = run(options.shape, options.weights, options.quick, options.decode_only, options.throughput)
+    report = run(options.shape, options.weights, options.quick, options.decode_only, options.throughput, options.peers)
     print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -113,14 +113,16 @@ class GpuRunner(Runner):
         return StepLogits(requests, logits[: len(places)], [])
 
     def warm_up(self, max_num_seqs: int) -> int:
-        """Capture decode graphs for all batch sizes and prompt graphs for one sequence, largest first."""
+        """Capture decode graphs for all batch sizes, of sequences that share keys and that do not, and prompt graphs for one
+        sequence, largest first."""
         if self._graphs is None:
             return 0
-        shapes = [Padding(n, n) for n in DECODE_SIZES if n <= max(max_num_seqs, DECODE_SIZES[0])]
-        shapes += [Padding(n, 4) for n in PROMPT_TOKENS if n <= self._tensors.capacity_tokens]
+        sizes = [n for n in DECODE_SIZES if n <= max(max_num_seqs, DECODE_SIZES[0])]
+        shapes = [(n, n, False) for n in sizes] + [(n, n, True) for n in sizes if n > 1]
+        shapes += [(n, 4, False) for n in PROMPT_TOKENS if n <= self._tensors.capacity_tokens]
         with nullcontext() if self._streamer is None else self._streamer.sweep():
-            for shape in sorted(shapes, key=lambda s: -s.tokens):
-                inputs = self._tensors.fill([], None, pad_tokens_to=shape.tokens, pad_seqs_to=shape.seqs)
+            for tokens, seqs, shares in sorted(shapes, reverse=True):
+                inputs = self._tensors.fill([], None, pad_tokens_to=tokens, pad_seqs_to=seqs, shares=shares)
                 self._graphs.capture(inputs.key, partial(self._last_rows, inputs))
         return self._graphs.count
 
