@@ -70,7 +70,7 @@ class FreeRunner:
     def take_memory_ahead(self, num_touched: int) -> bool:
         return False
 
-    def run(self, plan: StepPlan) -> StepLogits:
+    def run(self, plan: StepPlan, follows: StepLogits | None = None) -> StepLogits:
         sampled = [work.request for work in plan.work if work.sample]
         return StepLogits(sampled, self._rows[: len(sampled)], [])
 

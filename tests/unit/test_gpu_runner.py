@@ -109,8 +109,8 @@ def test_steps_begun_ahead_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_prompts_are_begun_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in pieces, and those that wait for a place, beside sequences whose tokens the host does not know yet."""
     model = model_of("llama")
-    prompts = [[(7 * i + j) % 120 + 3 for j in range(5 + 9 * i)] for i in range(5)]
-    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    prompts = [[(7 * i + j) % 120 + 3 for j in range(5 + 12 * i)] for i in range(4)]
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
     with KVBoost.from_model(model, num_blocks=32, max_num_seqs=2, max_num_batched_tokens=16) as kv:
         plain = [kv.generate(p, **options).token_ids for p in prompts]
         kv.reset_cache()
@@ -124,7 +124,7 @@ def test_prompts_are_begun_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
         plan for plan, follows in begun
         if follows is not None and {w.count > 1 for w in plan.work} == {False, True}
     ]  # fmt: skip
-    assert len(mixed) > 3
+    assert len(mixed) > 1
     assert sum(follows is None for _, follows in begun) < 4
 
 
