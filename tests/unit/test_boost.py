@@ -325,7 +325,9 @@ class BrokenCriterion(StoppingCriteria):
 
 
 @pytest.mark.parametrize(
-    "broken", [{"logits_processor": [BrokenProcessor()]}, {"stopping_criteria": [BrokenCriterion()]}], ids=str
+    "broken",
+    [{"logits_processor": [BrokenProcessor()]}, {"stopping_criteria": [BrokenCriterion()]}],
+    ids=["logits_processor", "stopping_criteria"],
 )
 def test_what_they_raise_reaches_the_caller_alone(llama: Pair, broken: dict[str, Any]) -> None:
     inputs = prompts([40])
