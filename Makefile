@@ -29,7 +29,7 @@ test-fast: $(INSTALLED_DEV)  ## unit tests and what else takes seconds
 	$(VENV)/bin/python -m pytest --quiet -m "not slow and not real"
 
 test-min: $(INSTALLED_MIN)  ## parity and real-model tests on the oldest supported Transformers
-	$(VENV_MIN)/bin/python -m pytest --quiet -m "not slow" tests/parity tests/real
+	$(VENV_MIN)/bin/python -m pytest --quiet --numprocesses 2 --dist loadfile -m "not slow" tests/parity tests/real
 
 fmt: $(INSTALLED_DEV)  ## format, and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix src tests

@@ -7,4 +7,4 @@ bin=$1/bin
 "$bin/ruff" check src tests
 "$bin/ruff" format --check src tests
 "$bin/mypy"
-"$bin/python" -m pytest --quiet
+"$bin/python" -m pytest --quiet --numprocesses 2 --dist loadfile

@@ -53,6 +53,7 @@ def test_packed_weights_for_an_h100(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_all_shapes(tmp_path: Path) -> None:
     """For an A100 and an H100, side by side: each takes a minute or two of one core."""
     for process in [started(tmp_path, capability, "--all") for capability in ("80", "90")]:
