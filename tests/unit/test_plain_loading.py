@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kvboost.models.loading import load_model, locate
+from kvboost.errors import ModelLoadError
+from kvboost.models.loading import load_config, load_model, locate
 from stream_rig import tiny
 
 
@@ -38,3 +39,14 @@ def test_tensors_that_belong_to_nothing_are_left_to_transformers(tmp_path: Path)
     save_file({**load_file(file), "mtp.layer.weight": torch.zeros(4, 4)}, file, metadata={"format": "pt"})
     model = load_model(locate(tmp_path), "float32", torch.device("cpu"))
     assert torch.equal(model.model.embed_tokens.weight, tiny("llama").model.embed_tokens.weight)
+
+
+def test_a_name_that_is_neither_a_directory_nor_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, as all tests are: a directory that was mistyped looks like a Hub id."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelLoadError, match="smollm2-awk: not a directory here, and as a Hub id not read: "):
+        load_config(locate("smollm2-awk"))
+    tiny("llama").save_pretrained("damaged")
+    Path("damaged/config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="damaged: the model's config could not be read: "):
+        load_config(locate("damaged"))

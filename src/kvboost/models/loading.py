@@ -89,7 +89,9 @@ def load_config(source: Source) -> Any:
     except ModelLoadError:
         raise
     except Exception as error:
-        raise ModelLoadError(f"{source.directory_or_id}: the model's config could not be read: {error}") from error
+        there = Path(source.directory_or_id).exists()
+        what = "the model's config could not be read" if there else "not a directory here, and as a Hub id not read"
+        raise ModelLoadError(f"{source.directory_or_id}: {what}: {error}") from error
     refuse_unsupported(config)
     return config
 
