@@ -109,3 +109,24 @@ def test_batches_of_all_sizes_and_a_warm_up() -> None:
         mixed = [r.token_ids for r in kv.generate(prompts[:9], sampling=params)]
         assert mixed[::2] == expected[:9:2], "greedy requests beside others"
         kv.engine.check()
+
+
+def test_sequences_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups and one alone, of answers that end at different steps; then again, from captured graphs."""
+    monkeypatch.setattr("kvboost.attention.sharing.LEAST_SAVED_TOKENS", 1)
+    model = build("llama")
+    model.generation_config.pad_token_id = 0
+    generator = torch.Generator().manual_seed(7)
+    first, second, alone = (torch.randint(3, 320, (n,), generator=generator).tolist() for n in (70, 40, 30))
+    prompts = [first + [5 + i] * (i + 1) for i in range(6)] + [second + [9 + i] for i in range(3)] + [alone]
+    lengths = [4 + 3 * i for i in range(len(prompts))]
+    expected = [
+        model.generate(torch.tensor([p], device="cuda"), max_new_tokens=n, do_sample=False)[0, len(p) :].tolist()
+        for p, n in zip(prompts, lengths, strict=True)
+    ]
+    sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    with KVBoost.from_model(model, num_blocks=128) as kv:
+        for _ in range(3):
+            assert [r.token_ids for r in kv.generate(prompts, sampling=sampling)] == expected
+        assert any(shares for *_, shares in kv.built.runner._graphs._graphs), "no step shared keys"
+        kv.check()
