@@ -118,7 +118,7 @@ def test_sequences_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     model.generation_config.pad_token_id = 0
     generator = torch.Generator().manual_seed(7)
     first, second, alone = (torch.randint(3, 320, (n,), generator=generator).tolist() for n in (70, 40, 30))
-    prompts = [first + [5 + i] * (i + 1) for i in range(6)] + [second + [9 + i] for i in range(3)] + [alone]
+    prompts = [first + [5 + i] * (i + 1) for i in range(6)] + [[*second, 9 + i] for i in range(3)] + [alone]
     lengths = [4 + 3 * i for i in range(len(prompts))]
     expected = [
         model.generate(torch.tensor([p], device="cuda"), max_new_tokens=n, do_sample=False)[0, len(p) :].tolist()
