@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from kvboost.attention.paged_torch import Span
-from kvboost.attention.sharing import MAX_GROUPS, Piece, shared_pieces
+from kvboost.attention.sharing import MAX_GROUPS, Int32s, Piece, shared_pieces
 from kvboost.kernels.triton.attention import PackedBatch, SharedKeys
-
-Int32s = npt.NDArray[np.int32]
 
 ALIGNMENT_BYTES = 64
 """Triton compiles another variant for pointers that are not multiples of 16 bytes; 64 is a cache line of the host."""
@@ -169,12 +167,14 @@ class StepTensors:
         self, at: _Offsets, tokens: int, seqs: int, decode_seqs: int, prompts: bool, alone: int, shares: bool
     ) -> StepInputs:
         wide, narrow = torch.int64, torch.int32
-        shared = SharedKeys(
-            query_start=self._view(at.group_start, MAX_GROUPS + 1, narrow),
-            table_start=self._view(at.group_table, MAX_GROUPS, narrow),
-            kv_len=self._view(at.group_len, MAX_GROUPS, narrow),
-            kv_begin=self._view(at.kv_begin, seqs, narrow),
-        )
+        shared = None
+        if shares:
+            shared = SharedKeys(
+                query_start=self._view(at.group_start, MAX_GROUPS + 1, narrow),
+                table_start=self._view(at.group_table, MAX_GROUPS, narrow),
+                kv_len=self._view(at.group_len, MAX_GROUPS, narrow),
+                kv_begin=self._view(at.kv_begin, seqs, narrow),
+            )
         batch = PackedBatch(
             positions=self._view(at.positions, tokens, wide),
             query_start=self._view(at.query_start, seqs + 1, narrow),
@@ -183,7 +183,7 @@ class StepTensors:
             kv_len=self._view(at.kv_len, seqs, narrow),
             decode_seqs=decode_seqs,
             prompts=prompts,
-            shared=shared if shares else None,
+            shared=shared,
         )
         ids, slots = self._view(at.ids, tokens, wide), self._view(at.slots, tokens, wide)
         last_rows = self._view(at.last_rows, seqs, wide)

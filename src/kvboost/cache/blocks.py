@@ -56,12 +56,10 @@ class BlockPool:
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Add one reference to each block."""
-        refs, unlink = self._refs, self._unlink
         for block in blocks:
-            count = refs[block]
-            if count == 0:
-                unlink(block)
-            refs[block] = count + 1
+            if self._refs[block] == 0:
+                self._unlink(block)
+            self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference from each block of a table, given in position order.

@@ -31,8 +31,9 @@ from kvboost.weights.streamer import streamer_of
 class StepLogits:
     """Rows of logits of one step.
 
-    `sampled[i]` belongs to `requests[i]`; it is empty where `early` has all tokens. `prompt_rows` holds `(request, first position, logits[n, V])` for prompts
-    whose log-probabilities were asked for: row j predicts the token at position `first + j + 1`.
+    `sampled[i]` belongs to `requests[i]`; it is empty where `early` has all tokens. `prompt_rows` holds `(request, first
+    position, logits[n, V])` for prompts whose log-probabilities were asked for: row j predicts the token at position
+    `first + j + 1`.
     """
 
     requests: list[Request]

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """The largest logit of each row, as `torch.max` finds it: the first among equals, and a NaN above all numbers.
 
-Two launches. The first reads the logits once and keeps the largest of each piece of a row; the
-second finds the first piece that has the row's largest, and looks only there for the token.
+Two launches. The first reads the logits once and keeps the largest of each piece of a row; the second finds the first
+piece that has the row's largest, and looks only there for the token.
 """
 
 from __future__ import annotations
