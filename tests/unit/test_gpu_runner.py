@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from triton_rig import interpreted
 
@@ -38,6 +48,12 @@ def model_of(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     if kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)).eval()
+    if kind == "qwen3_moe":
+        sizes = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, head_dim=16)).eval()
+    if kind == "mixtral":
+        sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        return MixtralForCausalLM(MixtralConfig(**SIZES, **sizes)).eval()
     return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
 
 
@@ -61,6 +77,21 @@ def test_tokens_equal_those_of_transformers(kind: str, least_saved: int, monkeyp
             assert [r.token_ids for r in results] == expected
         assert results[0].usage.cached_tokens >= 32
         kv.engine.check()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_mixtures_of_experts_give_the_tokens_of_transformers(kind: str) -> None:
+    model = model_of(kind)
+    prompts = [[(7 * i + j) % 120 + 3 for j in range(21)] for i in range(2)] + [[9]]
+    expected = []
+    for p in prompts:
+        ids = torch.tensor([p])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        expected.append(out[0, len(p) :].tolist())
+    with KVBoost.from_model(model, num_blocks=32, max_num_batched_tokens=24) as kv:
+        assert kv.built.fused["experts"] == 1
+        assert [r.token_ids for r in kv.generate(prompts, max_new_tokens=4, temperature=0)] == expected
+        assert kv.generate(prompts[0], max_new_tokens=4, temperature=0).token_ids == expected[0]
 
 
 def test_prompt_logprobs_and_sampling_take_the_same_path() -> None:

@@ -290,6 +290,7 @@ def test_layers_of_mixed_packings_are_fused_whole(dtype: torch.dtype) -> None:
             "layers": 2,
             "attention": 2,
             "mlp": 2,
+            "experts": 0,
             "norms": 5,
             "linears": 1,
             "rotary": 0,

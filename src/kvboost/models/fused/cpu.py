@@ -68,6 +68,15 @@ class CpuOps:
         )  # fmt: skip
         return out
 
+    def expert_tokens(self, top: int, experts: int) -> tuple[int, ...]:
+        """None: experts are left to torch's grouped product."""
+        return ()
+
+    def experts(
+        self, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+    ) -> None:
+        return None
+
     def rotary_tables(self, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> None:
         """None: nine small operations are nothing beside a step here."""
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvboost.attention.step import current_step, running
+from kvboost.models.fused.experts import Experts
 from kvboost.models.fused.ops import Ops
 from kvboost.models.fused.parts import Attention, Held, Layer, Linear, Mlp, Norm, Rotary, hooked
 from kvboost.models.fused.reference import ReferenceStep
@@ -36,7 +37,7 @@ Forward = Callable[..., Any]
 
 
 class Fused:
-    """Stands as `forward` on one module instance."""
+    """Stands as `forward` on one module instance. An answer of None leaves a call to the module's own code."""
 
     def __init__(
         self, module: nn.Module, held: Held, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -49,7 +50,9 @@ class Fused:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = current_step()
         if step is not None and hasattr(step, "attend_packed") and self._held.intact():
-            return self._answer(step, args, kwargs)
+            out = self._answer(step, args, kwargs)
+            if out is not None:
+                return out
         return self._own(self._module(), *args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -126,7 +129,7 @@ class _Builder:
         self._attentions: dict[nn.Module, Attention] = {}
         self._held: dict[nn.Module, Held] = {}
         self._covered: set[nn.Module] = set()
-        self.counts = {"layers": 0, "attention": 0, "mlp": 0, "norms": 0, "linears": 0, "rotary": 0}
+        self.counts = {"layers": 0, "attention": 0, "mlp": 0, "experts": 0, "norms": 0, "linears": 0, "rotary": 0}
 
     def run(self) -> None:
         streamer = streamer_of(self._model)
@@ -144,6 +147,7 @@ class _Builder:
         for module in modules:
             self._mlp(module)
             self._attention(module)
+            self._experts(module)
         for module in modules:
             self._layer(module)
         for module in modules:
@@ -176,6 +180,20 @@ class _Builder:
         if self._put(module, held, answer, "mlp"):
             self._mlps[module] = mlp
             self._covered.update(module.children())
+
+    def _experts(self, module: nn.Module) -> None:
+        held = Held()
+        experts = Experts.read(module, held) if module in self._calls else None
+        if experts is None:
+            return
+        call, ops = self._calls[module][-1], self._ops
+        trials = [_Call(inputs, {}) for inputs in experts.trials(ops, *call.args, **call.kwargs)]
+
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor | None:
+            return experts(ops, *args, **kwargs)
+
+        if trials:
+            self._put(module, held, answer, "experts", trials)
 
     def _attention(self, module: nn.Module) -> None:
         held = Held()
@@ -259,12 +277,15 @@ class _Builder:
         if all([_same_tables(module, fused, call) for call in self._calls[module]]):  # all: the last are near positions
             self._install(module, fused, held, "rotary")
 
-    def _put(self, module: nn.Module, held: Held, answer: Callable[..., Any], kind: str) -> bool:
+    def _put(
+        self, module: nn.Module, held: Held, answer: Callable[..., Any], kind: str, trials: Sequence[_Call] = ()
+    ) -> bool:
+        """trials: calls that must be answered like the module, beside those that its model made."""
         if module not in self._calls:
             return False
         fused = Fused(module, held, answer)
         far, near = self._calls[module][0], self._calls[module][-1]
-        if not (self._equal(module, fused, near) and self._equal(module, fused, far.scaled(LARGE))):
+        if not all(self._equal(module, fused, call) for call in (near, far.scaled(LARGE), *trials)):
             return False
         self._install(module, fused, held, kind)
         return True

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from kvboost.kernels.cuda import packed_few
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
+from kvboost.kernels.triton.experts import better_left_to_torch, routed_experts, tokens_of_each_tile
 from kvboost.kernels.triton.rotary_tables import rotary_tables
 from kvboost.kernels.triton.skinny import MAX_ROWS, MEASURED, skinny_linear
 from kvboost.models.fused.ops import Piece, Product
@@ -42,6 +43,16 @@ class GpuOps:
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         return act_mul(gate_up, activation)
+
+    def expert_tokens(self, top: int, experts: int) -> tuple[int, ...]:
+        return tokens_of_each_tile(top, experts)
+
+    def experts(
+        self, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+    ) -> Tensor | None:
+        if better_left_to_torch(x.shape[0], x.dtype, x.device):
+            return None
+        return routed_experts(x, index, weights, gate_up, down, activation)
 
     def rotary_tables(
         self, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype

@@ -57,6 +57,18 @@ class Ops(Protocol):
         """`activation(gate) * up` of `gate_up[rows, 2n]`; `[rows, n]`."""
         ...
 
+    def expert_tokens(self, top: int, experts: int) -> tuple[int, ...]:
+        """Numbers of tokens, one for each way in which `experts` computes, of a mixture that gives every token `top` of
+        its experts; none where the machine has no faster form."""
+        ...
+
+    def experts(
+        self, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+    ) -> Tensor | None:
+        """`x [T, H]` through the experts `index [T, K]`, added up with `weights [T, K]`; gate_up `[E, 2I, H]` and down
+        `[E, H, I]`. None: the module's own code is better for this many tokens."""
+        ...
+
     def rotary_tables(
         self, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor] | None:

@@ -138,7 +138,7 @@ class Mlp:
         else:
             first = [children.get("gate_proj"), children.get("up_proj")]
         down = children.get("down_proj")
-        activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
+        activation = activation_of(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
         if activation is None or not Linear.fits(first) or not Linear.fits([down]):
             return None
         if len(first) == 2 and first[0].out_features != first[1].out_features:  # type: ignore[union-attr]
@@ -282,7 +282,7 @@ def hooked(module: nn.Module) -> bool:
     return "forward" in vars(module) or any(not getattr(hook, "transparent", False) for hook in hooks)
 
 
-def _activation(function: Any) -> str | None:
+def activation_of(function: Any) -> str | None:
     """Which of `ACTIVATIONS` a module computes, found out by trying."""
     if function is None:
         return None

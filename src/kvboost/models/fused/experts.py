@@ -1,0 +1,62 @@
+"""The experts of a mixture, all in two stacked weights, as Transformers' modules hold them; proved like `parts`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvboost.models.fused.ops import Ops
+from kvboost.models.fused.parts import Held, activation_of, hooked
+
+PLAIN = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True,
+         "has_post_expert_norm": False, "_is_expert_parallel": False}  # fmt: skip
+"""What Transformers notes on modules of experts (`transformers.integrations.moe`) where they are of the common kind."""
+
+
+class Experts:
+    """`sum of weight * down(activation(gate(x)) * up(x))` over the experts that a router chose for each token."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, activation: str) -> None:
+        """gate_up `[E, 2I, H]`, gate first; down `[E, H, I]`."""
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+
+    @staticmethod
+    def read(module: nn.Module, held: Held) -> Experts | None:
+        if set(module._parameters) != {"gate_up_proj", "down_proj"} or not set(module._modules) <= {"act_fn"}:
+            return None
+        gate = getattr(type(module), "_apply_gate", None)
+        if (
+            getattr(gate, "__module__", None) != "transformers.integrations.moe"
+        ):  # a gate of its own: clipped, or scaled
+            return None
+        if module._buffers or hooked(module) or any(getattr(module, k, v) is not v for k, v in PLAIN.items()):
+            return None
+        gate_up, down = module._parameters["gate_up_proj"], module._parameters["down_proj"]
+        activation = activation_of(getattr(module, "act_fn", None))
+        if activation is None or gate_up is None or down is None or not (gate_up.dim() == down.dim() == 3):
+            return None
+        count, hidden, inner = down.shape
+        if gate_up.shape != (count, 2 * inner, hidden) or not (gate_up.is_contiguous() and down.is_contiguous()):
+            return None
+        return Experts(held.add(module, "gate_up_proj"), held.add(module, "down_proj"), activation)
+
+    def __call__(self, ops: Ops, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
+        """`[T, H]` of `[T, H]`, `[T, K]` and `[T, K]`, which have the names of the module's arguments. None: the module's
+        own code is better for this many tokens."""
+        return ops.experts(hidden_states, top_k_index, top_k_weights, self.gate_up, self.down, self.activation)
+
+    def trials(self, ops: Ops, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Iterator[Any]:
+        """Random arguments like those of a call, of as many tokens as the machine has ways to compute; none where it has
+        no way of its own."""
+        count, width = self.gate_up.shape[0], hidden_states.shape[1]
+        top, device = top_k_index.shape[1], hidden_states.device
+        scale = hidden_states.float().square().mean().sqrt()
+        generator = torch.Generator().manual_seed(0)
+        for tokens in ops.expert_tokens(top, count):
+            x = torch.randn(tokens, width, generator=generator).to(device) * scale
+            scores, index = torch.randn(tokens, count, generator=generator).topk(top, dim=-1)
+            weights = scores.softmax(-1).to(device, top_k_weights.dtype)
+            yield x.to(hidden_states.dtype), index.to(device, top_k_index.dtype), weights
