@@ -49,7 +49,7 @@ def model_of(kind: str) -> PreTrainedModel:
     if kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)).eval()
     if kind == "qwen3_moe":
-        sizes = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
+        sizes = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, head_dim=16)).eval()
     if kind == "mixtral":
         sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
