@@ -62,3 +62,18 @@ def expected(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: T
         part = (act(gate) * up) @ down[expert].double().T
         out.index_add_(0, token, part * weights[token, choice, None].double())
     return out
+
+
+def check_route(logits: Tensor, top: int, renormalise: bool) -> None:
+    """The choice is that of a stable sort of the softmax, on any device; weights within rounding of float32."""
+    from kvboost.kernels.triton.router import route
+
+    probability = logits.float().softmax(-1)
+    values, order = probability.sort(dim=-1, descending=True, stable=True)
+    values = values[:, :top] / (values[:, :top].sum(-1, keepdim=True) if renormalise else 1.0)
+    weights, index = route(logits, top, renormalise, torch.float32)
+    assert index.dtype == torch.int64 and index.device == logits.device
+    assert torch.equal(index, order[:, :top])
+    torch.testing.assert_close(weights, values, rtol=1e-5, atol=1e-9)
+    rounded = route(logits, top, renormalise, logits.dtype)[0]
+    assert torch.equal(rounded, weights.to(logits.dtype))

@@ -38,7 +38,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def test_every_tile_equals_the_definition(
     top: int, experts: int, hidden: int, inner: int, routed: str, dtype: torch.dtype
 ) -> None:
-    for tokens in {*tokens_of_each_tile(top, experts), 1, 7, 129}:
+    for tokens in {*tokens_of_each_tile(top, experts, dtype, torch.device("cuda", 0)), 1, 7, 129}:
         case = Mixture(tokens, top, experts, hidden, inner, routed)
         inputs = build(case, dtype, "cuda")
         out = routed_experts(**inputs)
@@ -143,7 +143,7 @@ def test_tokens_equal_those_of_transformers(kind: str) -> None:
     ]
     options = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
     with KVBoost.from_model(model, num_blocks=256, max_num_seqs=16) as kv:
-        assert kv.built.fused["experts"] == 3
+        assert kv.built.fused["experts"] == kv.built.fused["routers"] == 3
         assert kv.warm_up() > 5
         for _ in range(2):
             assert [r.token_ids for r in kv.generate(prompts, **options)] == expected_ids

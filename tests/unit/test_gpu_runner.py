@@ -89,7 +89,7 @@ def test_mixtures_of_experts_give_the_tokens_of_transformers(kind: str) -> None:
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
         expected.append(out[0, len(p) :].tolist())
     with KVBoost.from_model(model, num_blocks=32, max_num_batched_tokens=24) as kv:
-        assert kv.built.fused["experts"] == 1
+        assert kv.built.fused["experts"] == kv.built.fused["routers"] == 1
         assert [r.token_ids for r in kv.generate(prompts, max_new_tokens=4, temperature=0)] == expected
         assert kv.generate(prompts[0], max_new_tokens=4, temperature=0).token_ids == expected[0]
 

@@ -291,6 +291,7 @@ def test_layers_of_mixed_packings_are_fused_whole(dtype: torch.dtype) -> None:
             "attention": 2,
             "mlp": 2,
             "experts": 0,
+            "routers": 0,
             "norms": 5,
             "linears": 1,
             "rotary": 0,

@@ -100,9 +100,9 @@ def chosen_tile(tokens: int, top: int, experts: int) -> ExpertsTile:
     return ExpertsTile(64, ProductTile(64, 64, 4, 4), ProductTile(128, 64, 4, 4))
 
 
-def tokens_of_each_tile(top: int, experts: int) -> tuple[int, ...]:
+def tokens_of_each_tile(top: int, experts: int, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
     """A number of tokens for every tile that `chosen_tile` may choose, the fewest of powers of two."""
-    powers = [1 << i for i in range(17)]
+    powers = [tokens for tokens in (1 << i for i in range(17)) if not better_left_to_torch(tokens, dtype, device)]
     return tuple({chosen_tile(tokens, top, experts): tokens for tokens in reversed(powers)}.values())
 
 

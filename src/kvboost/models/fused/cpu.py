@@ -68,13 +68,16 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def expert_tokens(self, top: int, experts: int) -> tuple[int, ...]:
+    def expert_tokens(self, top: int, experts: int, x: Tensor) -> tuple[int, ...]:
         """None: experts are left to torch's grouped product."""
         return ()
 
     def experts(
         self, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
     ) -> None:
+        return None
+
+    def route(self, logits: Tensor, top: int, renormalise: bool, dtype: torch.dtype) -> None:
         return None
 
     def rotary_tables(self, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""The experts of a mixture, all in two stacked weights, as Transformers' modules hold them; proved like `parts`."""
+"""Mixtures of experts as Transformers' modules hold them: routers, and experts in two stacked weights; proved like `parts`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvboost.models.fused.ops import Ops
+from kvboost.models.fused.ops import Ops, Piece, Product
 from kvboost.models.fused.parts import Held, activation_of, hooked
 
 PLAIN = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True,
@@ -55,8 +55,69 @@ class Experts:
         top, device = top_k_index.shape[1], hidden_states.device
         scale = hidden_states.float().square().mean().sqrt()
         generator = torch.Generator().manual_seed(0)
-        for tokens in ops.expert_tokens(top, count):
+        for tokens in ops.expert_tokens(top, count, hidden_states):
             x = torch.randn(tokens, width, generator=generator).to(device) * scale
             scores, index = torch.randn(tokens, count, generator=generator).topk(top, dim=-1)
             weights = scores.softmax(-1).to(device, top_k_weights.dtype)
             yield x.to(hidden_states.dtype), index.to(device, top_k_index.dtype), weights
+
+
+ROUTER_TRIAL_TOKENS = 64
+
+
+class Router:
+    """A linear layer, softmax over the experts in float32, the largest few, and in most models their sum made 1."""
+
+    def __init__(self, weight: Tensor, top: int, renormalise: bool) -> None:
+        """weight `[E, H]`."""
+        self.product, self.top, self.renormalise = Product(Piece(weight, None, None)), top, renormalise
+        self.weights_in = weight.dtype
+        """Of the weights of experts: Mixtral keeps float32, others round to the model's dtype."""
+
+    @staticmethod
+    def read(module: nn.Module, held: Held) -> Router | None:
+        top = getattr(module, "top_k", None)
+        if not type(module).__name__.endswith("TopKRouter") or hooked(module) or not isinstance(top, int):
+            return None
+        if set(module._parameters) != {"weight"} or module._buffers or module._modules:
+            return None
+        weight = module._parameters["weight"]
+        if weight is None or weight.dim() != 2 or not weight.is_contiguous():
+            return None
+        return Router(held.add(module, "weight"), top, bool(getattr(module, "norm_topk_prob", True)))
+
+    def learn(self, answer: Any) -> None:
+        """Take the dtype of weights from an answer of the module's own code."""
+        if self.logits_of(answer) is not None:
+            self.weights_in = answer[1].dtype
+
+    def __call__(self, ops: Ops, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Logits `[T, E]`, weights `[T, K]` and experts `[T, K]` of `x [.., H]`. None: the machine has no faster form."""
+        logits = ops.linear(x.reshape(-1, x.shape[-1]), self.product)
+        chosen = ops.route(logits, self.top, self.renormalise, self.weights_in)
+        return None if chosen is None else (logits, *chosen)
+
+    def trials(self, x: Tensor) -> Iterator[Tensor]:
+        """Inputs of many tokens like x; and on a GPU one that makes all experts equal, where torch takes the first ones."""
+        generator = torch.Generator().manual_seed(0)
+        scale = x.float().square().mean().sqrt()
+        many = torch.randn(ROUTER_TRIAL_TOKENS, x.shape[-1], generator=generator)
+        yield (many.to(x.device) * scale).to(x.dtype)
+        if x.is_cuda:
+            yield torch.zeros_like(x)
+
+    def logits_of(self, answer: Any) -> Tensor | None:
+        """The logits of a router's answer; None: it is not one, or of another kind."""
+        if not isinstance(answer, tuple) or len(answer) != 3 or not all(isinstance(x, Tensor) for x in answer):
+            return None
+        logits, weights, index = answer
+        alike = weights.shape == index.shape == (logits.shape[0], self.top) and index.dtype == torch.int64
+        return logits if alike else None
+
+    def choice_of(self, answer: Any) -> Tensor | None:
+        """`[T, E]`: each expert's weight, whatever the order in which they were chosen."""
+        logits = self.logits_of(answer)
+        if logits is None:
+            return None
+        _, weights, index = answer
+        return weights.new_zeros(logits.shape).scatter(1, index, weights)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvboost.attention.step import current_step, running
-from kvboost.models.fused.experts import Experts
+from kvboost.models.fused.experts import Experts, Router
 from kvboost.models.fused.ops import Ops
 from kvboost.models.fused.parts import Attention, Held, Layer, Linear, Mlp, Norm, Rotary, hooked
 from kvboost.models.fused.reference import ReferenceStep
@@ -48,12 +48,15 @@ class Fused:
         self._own = type(module).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.ours(*args, **kwargs)
+        return self._own(self._module(), *args, **kwargs) if out is None else out
+
+    def ours(self, *args: Any, **kwargs: Any) -> Any:
+        """The fused answer; None where the module's own code is to run."""
         step = current_step()
-        if step is not None and hasattr(step, "attend_packed") and self._held.intact():
-            out = self._answer(step, args, kwargs)
-            if out is not None:
-                return out
-        return self._own(self._module(), *args, **kwargs)
+        if step is None or not hasattr(step, "attend_packed") or not self._held.intact():
+            return None
+        return self._answer(step, args, kwargs)
 
     def __reduce__(self) -> Any:
         """A copy of the module, deep or pickled, gets its class's own forward."""
@@ -119,6 +122,13 @@ def _observe(model: PreTrainedModel, positions_below: int) -> dict[nn.Module, li
     return calls
 
 
+def _only_tensor(answer: Any) -> Tensor | None:
+    """The tensor of an answer, alone or before Nones."""
+    if isinstance(answer, tuple):
+        answer = None if any(x is not None for x in answer[1:]) else answer[0]
+    return answer if isinstance(answer, Tensor) else None
+
+
 class _Builder:
     """Goes through the model from the leaves up: norms, MLPs and attention, then whole layers, then what is left."""
 
@@ -129,7 +139,16 @@ class _Builder:
         self._attentions: dict[nn.Module, Attention] = {}
         self._held: dict[nn.Module, Held] = {}
         self._covered: set[nn.Module] = set()
-        self.counts = {"layers": 0, "attention": 0, "mlp": 0, "experts": 0, "norms": 0, "linears": 0, "rotary": 0}
+        self.counts = {
+            "layers": 0,
+            "attention": 0,
+            "mlp": 0,
+            "experts": 0,
+            "routers": 0,
+            "norms": 0,
+            "linears": 0,
+            "rotary": 0,
+        }
 
     def run(self) -> None:
         streamer = streamer_of(self._model)
@@ -148,6 +167,7 @@ class _Builder:
             self._mlp(module)
             self._attention(module)
             self._experts(module)
+            self._router(module)
         for module in modules:
             self._layer(module)
         for module in modules:
@@ -187,13 +207,31 @@ class _Builder:
         if experts is None:
             return
         call, ops = self._calls[module][-1], self._ops
-        trials = [_Call(inputs, {}) for inputs in experts.trials(ops, *call.args, **call.kwargs)]
 
         def answer(step: Any, args: Any, kwargs: Any) -> Tensor | None:
             return experts(ops, *args, **kwargs)
 
-        if trials:
-            self._put(module, held, answer, "experts", trials)
+        trials = [_Call(inputs, {}) for inputs in experts.trials(ops, *call.args, **call.kwargs)]
+        self._put(module, held, answer, "experts", trials)
+
+    def _router(self, module: nn.Module) -> None:
+        held = Held()
+        router = Router.read(module, held) if module in self._calls else None
+        if router is None:
+            return
+        ops = self._ops
+        far, near = self._calls[module][0], self._calls[module][-1]
+        router.learn(module(*near.args, **near.kwargs))
+
+        def answer(step: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+            return router(ops, _input(args, kwargs))
+
+        fused = Fused(module, held, answer)
+        trials = [_Call((x,), {}) for x in router.trials(_input(near.args, near.kwargs))]
+        if self._equal(module, fused, near, router.logits_of) and all(
+            self._equal(module, fused, call, router.choice_of) for call in (near, far.scaled(LARGE), *trials)
+        ):
+            self._install(module, fused, held, "routers")
 
     def _attention(self, module: nn.Module) -> None:
         held = Held()
@@ -295,19 +333,21 @@ class _Builder:
         self._held[module] = held
         self.counts[kind] += 1
 
-    def _equal(self, module: nn.Module, fused: Fused, call: _Call) -> bool:
+    def _equal(
+        self, module: nn.Module, fused: Fused, call: _Call, as_tensor: Callable[[Any], Tensor | None] = _only_tensor
+    ) -> bool:
+        """as_tensor: of an answer, what is compared; None: it is not such an answer."""
         try:
             with _plain(module), running(ReferenceStep(packed=False)):
                 own = type(module).forward(module, *call.args, **call.kwargs)
             with running(ReferenceStep(packed=True)):
-                ours = fused(*call.args, **call.kwargs)
+                ours = fused.ours(*call.args, **call.kwargs)
         except Exception:  # a shape or an argument the form does not know: it is not this module
             return False
-        if isinstance(own, tuple):
-            if not isinstance(ours, tuple) or len(own) != len(ours) or any(x is not None for x in own[1:]):
-                return False
-            own, ours = own[0], ours[0]
-        if not isinstance(own, Tensor) or own.shape != ours.shape or own.dtype != ours.dtype:
+        if isinstance(own, tuple) and (not isinstance(ours, tuple) or len(own) != len(ours)):
+            return False
+        own, ours = as_tensor(own), as_tensor(ours)
+        if own is None or ours is None or own.shape != ours.shape or own.dtype != ours.dtype:
             return False
         difference = (own.float() - ours.float()).norm() / own.float().norm().clamp_min(1e-12)
         return bool(difference < TOLERANCE[own.dtype])
@@ -317,7 +357,7 @@ def _same_tables(module: nn.Module, fused: Fused, call: _Call) -> bool:
     """Ours come first: the module's own code may change its frequencies for far positions, and they must not need it."""
     try:
         with running(ReferenceStep(packed=True)):
-            ours = fused(*call.args, **call.kwargs)
+            ours = fused.ours(*call.args, **call.kwargs)
     except Exception:  # an argument the form does not know
         ours = None
     own = type(module).forward(module, *call.args, **call.kwargs)

@@ -12,6 +12,7 @@ from kvboost.kernels.cuda import packed_few
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
 from kvboost.kernels.triton.experts import better_left_to_torch, routed_experts, tokens_of_each_tile
 from kvboost.kernels.triton.rotary_tables import rotary_tables
+from kvboost.kernels.triton.router import route
 from kvboost.kernels.triton.skinny import MAX_ROWS, MEASURED, skinny_linear
 from kvboost.models.fused.ops import Piece, Product
 from kvboost.weights.compute import packed_linear
@@ -44,8 +45,8 @@ class GpuOps:
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         return act_mul(gate_up, activation)
 
-    def expert_tokens(self, top: int, experts: int) -> tuple[int, ...]:
-        return tokens_of_each_tile(top, experts)
+    def expert_tokens(self, top: int, experts: int, x: Tensor) -> tuple[int, ...]:
+        return tokens_of_each_tile(top, experts, x.dtype, x.device)
 
     def experts(
         self, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
@@ -53,6 +54,9 @@ class GpuOps:
         if better_left_to_torch(x.shape[0], x.dtype, x.device):
             return None
         return routed_experts(x, index, weights, gate_up, down, activation)
+
+    def route(self, logits: Tensor, top: int, renormalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return route(logits, top, renormalise, dtype)
 
     def rotary_tables(
         self, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype

@@ -57,9 +57,9 @@ class Ops(Protocol):
         """`activation(gate) * up` of `gate_up[rows, 2n]`; `[rows, n]`."""
         ...
 
-    def expert_tokens(self, top: int, experts: int) -> tuple[int, ...]:
+    def expert_tokens(self, top: int, experts: int, x: Tensor) -> tuple[int, ...]:
         """Numbers of tokens, one for each way in which `experts` computes, of a mixture that gives every token `top` of
-        its experts; none where the machine has no faster form."""
+        its experts and has inputs like x; none where the machine has no faster form."""
         ...
 
     def experts(
@@ -67,6 +67,11 @@ class Ops(Protocol):
     ) -> Tensor | None:
         """`x [T, H]` through the experts `index [T, K]`, added up with `weights [T, K]`; gate_up `[E, 2I, H]` and down
         `[E, H, I]`. None: the module's own code is better for this many tokens."""
+        ...
+
+    def route(self, logits: Tensor, top: int, renormalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Weights in dtype and experts in int64, both `[T, top]`, of `logits [T, E]`: the largest of their softmax;
+        renormalise: divided by their sum. None: the machine has no faster form."""
         ...
 
     def rotary_tables(
