@@ -108,7 +108,7 @@ def compile_packed(capability: int) -> None:
 
 def compile_experts(capability: int) -> None:
     """Mixtures of experts from one token to many; with `--all` sizes that no tile divides, and other dtypes."""
-    from kvboost.kernels.triton import experts
+    from kvboost.kernels.triton import experts, router
 
     half = torch.bfloat16 if capability >= 80 else torch.float16
     cases = [((2048, 768, 8), tokens, half, half) for tokens in (1, 8, 32, 64)]
@@ -122,7 +122,8 @@ def compile_experts(capability: int) -> None:
         gate_up = torch.empty(16, 2 * inner, hidden, dtype=dtype)  # never touched: no memory is taken
         down = torch.empty(16, hidden, inner, dtype=dtype)
         x, weights = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, top, dtype=weights_in)
-        experts.routed_experts(x, index, weights, gate_up, down, "silu")
+        experts.routed_experts(x, index, weights, gate_up, down, "silu", x)
+        router.route(torch.zeros(tokens, 128, dtype=dtype), top, True, weights_in)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from experts_rig import Mixture, build, expected, routing
+from experts_rig import Mixture, build, check_route, expected, routing
 from triton_rig import close
 
 pytest.importorskip("triton")
@@ -44,6 +44,8 @@ def test_every_tile_equals_the_definition(
         out = routed_experts(**inputs)
         close(out, expected(**inputs), (str(case), chosen_tile(tokens, top, experts)))
         assert torch.equal(out, routed_experts(**inputs)), "the order of sums is fixed"
+        residual = torch.randn_like(out)
+        assert torch.equal(routed_experts(**inputs, residual=residual), residual + out)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
@@ -68,6 +70,24 @@ def test_rounds_like_transformers_module(tokens: int) -> None:
         ours, theirs = (float((y.double() - exact).norm() / exact.norm()) for y in (out, own))
         assert ours < 1.05 * theirs, f"{ours:.2e} from the exact sum, the module {theirs:.2e}"
         assert (out == own).double().mean() > 0.4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("experts", "top"), [(128, 8), (8, 2), (60, 4), (512, 10), (1000, 22)])
+def test_routes(experts: int, top: int, dtype: torch.dtype) -> None:
+    for tokens in (1, 300):
+        logits = (3 * torch.randn(tokens, experts, device="cuda")).to(dtype)
+        check_route(logits, top, renormalise=True)
+        check_route((2 * logits).round(), top, renormalise=False)  # many are equal
+
+
+def test_torch_takes_the_lowest_of_equals() -> None:
+    """What `route` relies on to choose as Transformers' routers do: on a GPU, in any place of the order."""
+    for experts, top in ((128, 8), (8, 2), (512, 10)):
+        probability = (2 * torch.randn(2000, experts, device="cuda")).round().softmax(-1)
+        chosen = probability.topk(top, dim=-1).indices.sort(-1).values
+        stable = probability.sort(dim=-1, descending=True, stable=True).indices[:, :top].sort(-1).values
+        assert torch.equal(chosen, stable)
 
 
 def test_more_than_two_billion_weights() -> None:
@@ -143,7 +163,7 @@ def test_tokens_equal_those_of_transformers(kind: str) -> None:
     ]
     options = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
     with KVBoost.from_model(model, num_blocks=256, max_num_seqs=16) as kv:
-        assert kv.built.fused["experts"] == kv.built.fused["routers"] == 3
+        assert {kv.built.fused[kind] for kind in ("experts", "routers", "mixtures", "layers")} == {3}
         assert kv.warm_up() > 5
         for _ in range(2):
             assert [r.token_ids for r in kv.generate(prompts, **options)] == expected_ids

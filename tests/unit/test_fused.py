@@ -75,6 +75,7 @@ def test_layers_with_more_norms_are_fused_in_parts() -> None:
         "mlp": 2,
         "experts": 0,
         "routers": 0,
+        "mixtures": 0,
         "norms": 9,
         "linears": 1,
         "rotary": 0,

@@ -292,6 +292,7 @@ def test_layers_of_mixed_packings_are_fused_whole(dtype: torch.dtype) -> None:
             "mlp": 2,
             "experts": 0,
             "routers": 0,
+            "mixtures": 0,
             "norms": 5,
             "linears": 1,
             "rotary": 0,

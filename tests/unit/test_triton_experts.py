@@ -94,6 +94,17 @@ def test_a_number_that_overflowed_stays_with_its_token() -> None:
         assert out[2].isnan().all() and out[[0, 1, 3, 4, 5]].isfinite().all()
 
 
+@FORMS
+def test_a_residual_is_added_to_what_was_rounded(tile: ExpertsTile | None) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = build(Mixture(3, 4, 5, 40, 16), dtype)
+        residual = torch.randn_like(inputs["x"])
+        before = residual.clone()
+        out = routed_experts(**inputs, residual=residual, tile=tile)
+        assert torch.equal(out, residual + routed_experts(**inputs, tile=tile))
+        assert torch.equal(residual, before)
+
+
 def test_inputs_may_be_parts_of_others() -> None:
     inputs = build(Mixture(4, 2, 3, 32, 16), torch.float32)
     reference = expected(**inputs)
@@ -125,6 +136,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"x": inputs["x"][:2]}, r"x \(2, 32\), index \(3, 2\)"),
         ({"weights": inputs["weights"][:, :1]}, r"weights \(3, 1\)"),
         ({"index": inputs["index"].float()}, "must hold integers"),
+        ({"residual": inputs["x"][:2]}, "like x"),
         ({"down": inputs["down"][:3]}, r"must be \[E, 2I, 32\]"),
         ({"gate_up": inputs["gate_up"].transpose(1, 2).contiguous().transpose(1, 2)}, "must be contiguous"),
     ):

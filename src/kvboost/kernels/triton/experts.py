@@ -62,29 +62,23 @@ class ExpertsTile:
 
 
 def routed_experts(
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: str,
-    *,
-    tile: ExpertsTile | None = None,
-) -> Tensor:
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    residual: Tensor | None = None, *, tile: ExpertsTile | None = None,
+) -> Tensor:  # fmt: skip
     """`[T, H]`: the experts `index [T, K]` of `x [T, H]`, times `weights [T, K]`, added up and rounded once.
 
     gate_up `[E, 2I, H]`, gate first, and down `[E, H, I]`, contiguous and like x; index holds integers below E; weights of
-    any floating dtype; activation: one of `ACTIVATIONS`. tile overrides `chosen_tile`. Raises ValueError where shapes,
+    any floating dtype; activation: one of `ACTIVATIONS`. residual, like x, is added to the rounded sum. tile overrides `chosen_tile`. Raises ValueError where shapes,
     dtypes or strides do not fit. An index beyond the experts is not noticed.
     """
-    _check(x, index, weights, gate_up, down, activation)
+    _check(x, index, weights, gate_up, down, activation, residual)
     if tile is None:
         tile = chosen_tile(x.shape[0], index.shape[1], gate_up.shape[0])
     if not x.shape[0]:
         return torch.empty_like(x)
     index, weights = index.contiguous(), weights.contiguous()
     form = _one_by_one if tile.pairs == 0 else _in_tiles
-    return form(x, index, weights, gate_up, down, activation, tile)
+    return form(x, index, weights, gate_up, down, activation, residual, tile)
 
 
 def chosen_tile(tokens: int, top: int, experts: int) -> ExpertsTile:
@@ -115,8 +109,9 @@ def better_left_to_torch(tokens: int, dtype: torch.dtype, device: torch.device) 
 
 
 def _one_by_one(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str, tile: ExpertsTile
-) -> Tensor:
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str, residual: Tensor | None,
+    tile: ExpertsTile,
+) -> Tensor:  # fmt: skip
     (tokens, hidden), top, size = x.shape, index.shape[1], down.shape[2]
     inner, out = x.new_empty(tokens * top, size), x.new_empty(tokens, hidden)
     first, second, options = tile.inner, tile.outer, early(x.device)
@@ -127,7 +122,7 @@ def _one_by_one(
     )  # fmt: skip
     together = triton.next_power_of_2(top)
     pair_outer_kernel[(tokens, triton.cdiv(hidden, second.n))](
-        inner, index, weights, down, out, hidden, size,
+        inner, index, weights, down, residual, out, hidden, size,
         TOP=top, BLOCK_TOP=together, BLOCK_N=second.n, BLOCK_K=second.k, STAGES=second.stages,
         EVEN=size % second.k == 0 and together == top, num_warps=second.warps, **options,
     )  # fmt: skip
@@ -135,8 +130,9 @@ def _one_by_one(
 
 
 def _in_tiles(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str, tile: ExpertsTile
-) -> Tensor:
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str, residual: Tensor | None,
+    tile: ExpertsTile,
+) -> Tensor:  # fmt: skip
     (tokens, hidden), (experts, _, size), pairs = x.shape, down.shape, index.numel()
     slots = min(pairs, experts) + pairs // tile.pairs
     order = index.new_empty(pairs, dtype=torch.int32)
@@ -167,13 +163,15 @@ def _in_tiles(
         )  # fmt: skip
     width = min(triton.next_power_of_2(hidden), 512)
     combine_kernel[(tokens, triton.cdiv(hidden, width))](
-        parts, weights, out, hidden,
+        parts, weights, residual, out, hidden,
         TOP=index.shape[1], BLOCK_TOP=triton.next_power_of_2(index.shape[1]), BLOCK_N=width, num_warps=4, **options,
     )  # fmt: skip
     return out
 
 
-def _check(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> None:
+def _check(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str, residual: Tensor | None
+) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not one of {', '.join(ACTIVATIONS)}.")
     if x.dim() != 2 or x.stride(1) != 1 or index.dim() != 2 or index.shape != weights.shape or len(index) != len(x):
@@ -192,3 +190,7 @@ def _check(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Ten
         )
     if not x.dtype == gate_up.dtype == down.dtype or not (gate_up.is_contiguous() and down.is_contiguous()):
         raise ValueError(f"gate_up in {gate_up.dtype} and down in {down.dtype} must be contiguous and in {x.dtype}.")
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()
+    ):
+        raise ValueError(f"residual {tuple(residual.shape)} in {residual.dtype} must be contiguous and like x.")

@@ -31,6 +31,15 @@ def weighted(part, weight):
 
 
 @triton.jit
+def added_up(share, residual, at, mask, like: tl.constexpr):
+    """The sum of `share [choices, features]`, rounded; with a residual that plus the sum, rounded again."""
+    total = tl.sum(share, 0).to(like)
+    if residual is not None:
+        total = (tl.load(residual + at, mask=mask, other=0.0).to(tl.float32) + total.to(tl.float32)).to(like)
+    return total
+
+
+@triton.jit
 def pair_inner_kernel(
     x, index, gate_up, inner, n, k, x_stride,
     TOP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -63,7 +72,7 @@ def pair_inner_kernel(
 
 @triton.jit
 def pair_outer_kernel(
-    inner, index, weights, down, out, n, k,
+    inner, index, weights, down, residual, out, n, k,
     TOP: tl.constexpr, BLOCK_TOP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +98,8 @@ def pair_outer_kernel(
         total += w.to(tl.float32) * values.to(tl.float32)
     part = tl.sum(total, 2).to(out.dtype.element_ty)
     share = weighted(part, tl.load(weights + token * TOP + choice, mask=real, other=0.0)[:, None])
-    tl.store(out + token * n + feature, tl.sum(share, 0).to(out.dtype.element_ty), mask=feature < n)
+    at, mask = token * n + feature, feature < n
+    tl.store(out + at, added_up(share, residual, at, mask, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -185,7 +195,7 @@ def tile_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts, weights, out, n, TOP: tl.constexpr, BLOCK_TOP: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr
+    parts, weights, residual, out, n, TOP: tl.constexpr, BLOCK_TOP: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Grid `(tokens, blocks of features)`: the sum of a token's pairs times their weights, rounded once."""
     wait_for_kernel_before(EARLY)
@@ -195,4 +205,5 @@ def combine_kernel(
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.load(parts + pair[:, None] * n + feature[None, :], mask=real[:, None] & (feature < n)[None, :], other=0.0)
     share = weighted(part, tl.load(weights + pair, mask=real, other=0.0)[:, None])
-    tl.store(out + token * n + feature, tl.sum(share, 0).to(out.dtype.element_ty), mask=feature < n)
+    at, mask = token * n + feature, feature < n
+    tl.store(out + at, added_up(share, residual, at, mask, out.dtype.element_ty), mask=mask)

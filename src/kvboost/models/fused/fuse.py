@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvboost.attention.step import current_step, running
-from kvboost.models.fused.experts import Experts, Router
+from kvboost.models.fused.experts import Experts, Mixture, Router
 from kvboost.models.fused.ops import Ops
-from kvboost.models.fused.parts import Attention, Held, Layer, Linear, Mlp, Norm, Rotary, hooked
+from kvboost.models.fused.parts import Attention, FeedForward, Held, Layer, Linear, Mlp, Norm, Rotary, hooked
 from kvboost.models.fused.reference import ReferenceStep
 from kvboost.weights.streamer import streamer_of
 
@@ -135,7 +135,9 @@ class _Builder:
     def __init__(self, model: PreTrainedModel, ops: Ops, calls: dict[nn.Module, list[_Call]]) -> None:
         self._model, self._ops, self._calls = model, ops, calls
         self._norms: dict[nn.Module, Norm] = {}
-        self._mlps: dict[nn.Module, Mlp] = {}
+        self._mlps: dict[nn.Module, FeedForward] = {}
+        self._routers: dict[nn.Module | None, Router] = {}
+        self._experts_of: dict[nn.Module | None, Experts] = {}
         self._attentions: dict[nn.Module, Attention] = {}
         self._held: dict[nn.Module, Held] = {}
         self._covered: set[nn.Module] = set()
@@ -145,6 +147,7 @@ class _Builder:
             "mlp": 0,
             "experts": 0,
             "routers": 0,
+            "mixtures": 0,
             "norms": 0,
             "linears": 0,
             "rotary": 0,
@@ -168,6 +171,8 @@ class _Builder:
             self._attention(module)
             self._experts(module)
             self._router(module)
+        for module in modules:
+            self._mixture(module)
         for module in modules:
             self._layer(module)
         for module in modules:
@@ -203,27 +208,30 @@ class _Builder:
 
     def _experts(self, module: nn.Module) -> None:
         held = Held()
-        experts = Experts.read(module, held) if module in self._calls else None
+        by = self._ops.mixtures
+        experts = Experts.read(module, held, by) if by is not None and module in self._calls else None
         if experts is None:
             return
-        call, ops = self._calls[module][-1], self._ops
+        call = self._calls[module][-1]
 
         def answer(step: Any, args: Any, kwargs: Any) -> Tensor | None:
-            return experts(ops, *args, **kwargs)
+            return experts(*args, **kwargs) if experts.by.serves(_input(args, kwargs)) else None
 
-        trials = [_Call(inputs, {}) for inputs in experts.trials(ops, *call.args, **call.kwargs)]
-        self._put(module, held, answer, "experts", trials)
+        trials = [_Call(inputs, {}) for inputs in experts.trials(*call.args, **call.kwargs)]
+        if self._put(module, held, answer, "experts", trials):
+            self._experts_of[module] = experts
 
     def _router(self, module: nn.Module) -> None:
         held = Held()
-        router = Router.read(module, held) if module in self._calls else None
+        by = self._ops.mixtures
+        router = Router.read(module, held, by) if by is not None and module in self._calls else None
         if router is None:
             return
         ops = self._ops
         far, near = self._calls[module][0], self._calls[module][-1]
         router.learn(module(*near.args, **near.kwargs))
 
-        def answer(step: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+        def answer(step: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
             return router(ops, _input(args, kwargs))
 
         fused = Fused(module, held, answer)
@@ -232,6 +240,23 @@ class _Builder:
             self._equal(module, fused, call, router.choice_of) for call in (near, far.scaled(LARGE), *trials)
         ):
             self._install(module, fused, held, "routers")
+            self._routers[module] = router
+
+    def _mixture(self, module: nn.Module) -> None:
+        children = module._modules
+        router, experts = self._routers.get(children.get("gate")), self._experts_of.get(children.get("experts"))
+        if router is None or experts is None or len(children) > 2 or module._parameters or hooked(module):
+            return
+        mixture, ops = Mixture(router, experts), self._ops
+        held = Held([entry for child in children.values() for entry in self._held[child].entries])  # type: ignore[index]
+
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor | None:
+            x = _input(args, kwargs)
+            rows = x.view(-1, x.shape[-1])
+            return mixture(ops, rows).view(x.shape) if mixture.serves(rows) else None
+
+        if self._put(module, held, answer, "mixtures"):
+            self._mlps[module] = mixture
 
     def _attention(self, module: nn.Module) -> None:
         held = Held()
@@ -281,9 +306,11 @@ class _Builder:
         held = Held([entry for child in children.values() for entry in self._held[child].entries])  # type: ignore[index]
         ops, whole = self._ops, self._ops.compile_layer(layer)
 
-        def answer(step: Any, args: Any, kwargs: Any) -> Tensor:
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor | None:
             x = _input(args, kwargs)
             x, rotary = x[0], _rotary(step, args, kwargs)
+            if not layer.mlp.serves(x):
+                return None
             out = None if whole is None else whole(step, x, rotary)
             return (layer(ops, step, x, rotary) if out is None else out).unsqueeze(0)
 

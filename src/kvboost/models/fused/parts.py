@@ -145,6 +145,9 @@ class Mlp:
             return None
         return Mlp(Linear(first, held), Linear([down], held), activation)  # type: ignore[arg-type, list-item]
 
+    def serves(self, x: Tensor) -> bool:
+        return True
+
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         return self.down(ops, self._inner(ops, x))
 
@@ -236,10 +239,24 @@ class Rotary:
         return cos, sin
 
 
+class FeedForward(Protocol):
+    """What follows attention in a layer: an `Mlp`, or a mixture of experts."""
+
+    def serves(self, x: Tensor) -> bool:
+        """Whether it is better than the module's own code for `x [T, H]`."""
+        ...
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor: ...
+
+    def add_to(self, ops: Ops, total: Tensor, x: Tensor) -> Tensor:
+        """`total` plus what a call gives; it may be in the memory of `total`."""
+        ...
+
+
 class Layer:
     """A decoder layer that normalises before attention and before its MLP, each added to the residual."""
 
-    def __init__(self, before: Norm, attention: Attention, between: Norm, mlp: Mlp) -> None:
+    def __init__(self, before: Norm, attention: Attention, between: Norm, mlp: FeedForward) -> None:
         self.before, self.attention, self.between, self.mlp = before, attention, between, mlp
 
     def __call__(self, ops: Ops, step: PackedStep, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
