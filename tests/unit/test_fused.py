@@ -34,7 +34,8 @@ from kvboost import KVBoost, boost, unboost
 from kvboost.attention.interface import attach
 from kvboost.kernels.native.library import unavailable
 from kvboost.models.fused.cpu import CpuOps
-from kvboost.models.fused.fuse import Fused, fuse, unfuse
+from kvboost.models.fused.fuse import fuse, unfuse
+from kvboost.models.fused.proof import Fused
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 

@@ -27,7 +27,7 @@ from kvboost.api import build
 from kvboost.attention.backends import Backend
 from kvboost.engine.gpu_runner import GpuRunner
 from kvboost.errors import KVBoostError
-from kvboost.models.fused import fuse, gpu
+from kvboost.models.fused import gpu, proof
 
 pytestmark = interpreted
 
@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def on_the_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "choose", lambda *_: Backend("triton", "interpreted", None))
-    monkeypatch.setattr(fuse, "TABLES_APART", 2 * torch.finfo(torch.float32).eps)
+    monkeypatch.setattr(proof, "TABLES_APART", 2 * torch.finfo(torch.float32).eps)
 
 
 def model_of(kind: str) -> PreTrainedModel:
