@@ -32,6 +32,7 @@ from kvboost.models.fused.experts import Experts, Router
 from kvboost.models.fused.fuse import fuse
 from kvboost.models.fused.gpu import GpuMixtures, GpuOps
 from kvboost.models.fused.parts import Held
+from kvboost.models.fused.proof import Call
 from kvboost.models.fused.reference import ReferenceStep
 
 pytestmark = interpreted
@@ -108,6 +109,13 @@ def test_a_form_that_is_wrong_for_some_number_of_tokens_is_not_used(monkeypatch:
     right = gpu.routed_experts
     monkeypatch.setattr(gpu, "routed_experts", lambda x, *rest: right(x, *rest) * (1.01 if len(x) == 17 else 1.0))
     assert counts(model_of()) == (0, 1, 0, 0)
+
+
+def test_calls_with_other_arguments_are_not_taken_for_ours() -> None:
+    names = ("hidden_states", "top_k_index", "top_k_weights")
+    assert Call((1, 2, 3), {}).gives(*names) and Call((1,), {"top_k_weights": 3, "top_k_index": 2}).gives(*names)
+    for other in (Call((1, 2), {}), Call((1, 2, 3, 4), {}), Call((1, 2), {"weights": 3}), Call((1, 2, 3), {"bias": 4})):
+        assert not other.gives(*names)
 
 
 def test_other_experts_are_left_alone_by_structure() -> None:

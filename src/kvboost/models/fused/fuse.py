@@ -125,7 +125,7 @@ class _Builder:
         held = Held()
         by = self._ops.mixtures
         experts = Experts.read(module, held, by) if by is not None and module in self._calls else None
-        if experts is None:
+        if experts is None or not self._calls[module][-1].gives("hidden_states", "top_k_index", "top_k_weights"):
             return
         call = self._calls[module][-1]
 
@@ -140,7 +140,7 @@ class _Builder:
         held = Held()
         by = self._ops.mixtures
         router = Router.read(module, held, by) if by is not None and module in self._calls else None
-        if router is None:
+        if router is None or not self._calls[module][-1].gives("hidden_states"):
             return
         ops = self._ops
         far, near = self._calls[module][0], self._calls[module][-1]

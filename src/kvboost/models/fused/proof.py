@@ -64,6 +64,10 @@ class Call:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
 
+    def gives(self, *names: str) -> bool:
+        """Whether it gives exactly the arguments of these names, the first of them by position, or all by name."""
+        return set(names[len(self.args) :]) == set(self.kwargs) and len(self.args) <= len(names)
+
     def scaled(self, factor: float) -> Call:
         if self.args:
             return Call((self.args[0] * factor, *self.args[1:]), self.kwargs)
