@@ -92,7 +92,7 @@ def test_torch_takes_the_lowest_of_equals() -> None:
 
 def test_more_than_two_billion_weights() -> None:
     experts, hidden, inner = 160, 4096, 2048  # gate and up: 2.7e9 elements
-    inputs = build(Mixture(40, 4, 2, hidden, inner), torch.bfloat16, "cuda")
+    inputs = build(Mixture(40, 4, 4, hidden, inner), torch.bfloat16, "cuda")
     gate_up = torch.empty(experts, 2 * inner, hidden, dtype=torch.bfloat16, device="cuda")
     down = torch.empty(experts, hidden, inner, dtype=torch.bfloat16, device="cuda")
     for i in (0, 77, 150, experts - 1):
