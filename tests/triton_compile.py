@@ -111,11 +111,11 @@ def compile_experts(capability: int) -> None:
     from kvboost.kernels.triton import experts, router
 
     half = torch.bfloat16 if capability >= 80 else torch.float16
-    cases = [((2048, 768, 8), tokens, half, half) for tokens in (1, 8, 32, 64)]
+    cases = [((2048, 768, 8), tokens, half, half) for tokens in (1, 8, 32, 64, 200)]
     if "--all" in sys.argv:
         cases += [((1000, 300, 3), tokens, torch.float16, torch.float16) for tokens in (1, 16)]
         cases += [((4096, 3584, 2), tokens, half, torch.float32) for tokens in (1, 200)]
-        cases += [((512, 256, 2), tokens, torch.float32, torch.float32) for tokens in (1, 40, 100, 200)]
+        cases += [((512, 256, 2), tokens, torch.float32, torch.float32) for tokens in (1, 40, 100, 200, 700)]
     for (hidden, inner, top), tokens, dtype, weights_in in cases:
         print(f"experts of {hidden}x{inner}, {tokens} tokens of {top} choices, {dtype}")
         index = torch.zeros(tokens, top, dtype=torch.int64)
@@ -131,7 +131,17 @@ def main() -> None:
     compile_launches(capability)
     if "--packed" in sys.argv:
         return compile_packed(capability)
-    from kvboost.kernels.triton import attention, early, elementwise, greedy, rotary, rotary_tables, skinny, write
+    from kvboost.kernels.triton import (
+        attention,
+        early,
+        elementwise,
+        greedy,
+        host_copies,
+        rotary,
+        rotary_tables,
+        skinny,
+        write,
+    )
     from triton_rig import Case, build, chunk, decode
 
     early.starts_early = lambda device: capability >= 90  # type: ignore[assignment]
@@ -180,6 +190,8 @@ def main() -> None:
     rotary_tables.rotary_tables(torch.arange(5), torch.ones(64), 1.0, half)
     for logits in (torch.zeros(1, 152064), torch.zeros(64, 152064, dtype=half), torch.zeros(2, 50257, dtype=half)):
         greedy.best_tokens(logits)
+    host_copies.fetch(torch.zeros(80, dtype=torch.uint8), torch.zeros(80, dtype=torch.uint8), 2, torch.zeros(2).int())
+    host_copies.publish(torch.zeros(2).int(), torch.zeros(2).int())
     if "--all" in sys.argv:
         compile_packed(capability)
         compile_experts(capability)

@@ -55,7 +55,7 @@ def test_packed_weights_for_an_h100(tmp_path: Path) -> None:
 def test_experts_for_an_h100(tmp_path: Path) -> None:
     """Weights are loaded asynchronously, 16 bytes at a time, and tiles meet them in Hopper's matrix instructions."""
     lines = [line.split() for line in compiled(tmp_path, "90", "--experts").splitlines() if "_kernel" in line]
-    assert len(lines) == 2 + 3 * 4 + 4
+    assert len(lines) == 2 + 4 * 4 + 5
     for words in lines:
         wgmma, loads, stack = (int(words[words.index(name) + 1]) for name in ("wgmma", "cp.async", "stack"))
         assert stack == 0, words

@@ -124,7 +124,7 @@ def test_tiles_follow_the_number_of_pairs() -> None:
     assert sizes[-1] == 1 and len(sizes) == len(
         {chosen_tile(t, 8, 128) for t in range(1, 3000, 7)} | {chosen_tile(1, 8, 128)}
     )
-    assert [chosen_tile(t, 8, 128).pairs for t in (1, 16, 256, 1024)] == [0, 16, 32, 64]
+    assert [chosen_tile(t, 8, 128).pairs for t in (1, 16, 256, 1024, 1025)] == [0, 16, 32, 64, 128]
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What a step tells the GPU, packed on the host and sent in one copy.
+"""What a step tells the GPU, packed on the host and fetched in one copy.
 
 For given numbers of tokens and sequences every array has the same place on the device in every step, so a CUDA graph
 captured over the views of one step serves all later steps of that shape.
@@ -18,6 +18,7 @@ from torch import Tensor
 from kvboost.attention.paged_torch import Span
 from kvboost.attention.sharing import MAX_GROUPS, Int32s, Piece, shared_pieces
 from kvboost.kernels.triton.attention import PackedBatch, SharedKeys
+from kvboost.kernels.triton.host_copies import fetch
 
 ALIGNMENT_BYTES = 64
 """Triton compiles another variant for pointers that are not multiples of 16 bytes; 64 is a cache line of the host."""
@@ -56,7 +57,7 @@ class StepTensors:
         self.capacity_tokens, self.capacity_seqs = capacity_tokens, capacity_seqs
         self.capacity_blocks = capacity_blocks
         self._size = block_size
-        total = _Offsets(capacity_tokens, capacity_seqs).tables + 4 * capacity_blocks
+        total = _Offsets(capacity_tokens, capacity_seqs).tables + _whole_words(4 * capacity_blocks)
         self._device = torch.zeros(total, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(total, dtype=torch.uint8, pin_memory=pinned) for _ in range(STAGES)]
@@ -72,6 +73,7 @@ class StepTensors:
         pad_tokens_to: int | None = None,
         pad_seqs_to: int | None = None,
         shares: bool = False,
+        chosen: Tensor | None = None,
     ) -> StepInputs:
         """Pack `spans` (those of one token first) and start copying; the stream of the caller orders what follows.
 
@@ -79,7 +81,8 @@ class StepTensors:
         tokens get slot -1 and belong to sequences without keys, one token each where the sequences suffice, else all
         to the first; so padded tokens need at least one padded sequence. A table that was seen in an earlier step may
         have changed at its end only: grown, or been cut and then seen before it grew again. Raises ValueError beyond
-        the capacities. shares: launch for sequences that share keys even where none do.
+        the capacities. shares: launch for sequences that share keys even where none do. chosen: int32 on the device; an id
+        of -1 - r becomes `chosen[r]`, which the host need not know yet.
         """
         table = np.array([(s.start, s.count) for s in spans], dtype=np.int64).reshape(-1, 2)
         start, count = table[:, 0], table[:, 1]
@@ -130,7 +133,7 @@ class StepTensors:
         host_ids[:] = 0
         if ids is not None:
             host_ids[:real_tokens] = ids
-        self._send(at.tables + tables.nbytes)
+        self._send(at.tables + _whole_words(tables.nbytes), real_tokens, chosen)
 
         padded = tokens > real_tokens or seqs > real_seqs
         decode_seqs, prompts = singles, singles < real_seqs
@@ -198,8 +201,8 @@ class StepTensors:
             self._sent[self._turn].synchronize()  # the copy of STAGES steps ago: over long since
         return self._hosts[self._turn].numpy()
 
-    def _send(self, num_bytes: int) -> None:
-        self._device[:num_bytes].copy_(self._hosts[self._turn][:num_bytes], non_blocking=True)
+    def _send(self, num_bytes: int, num_ids: int, chosen: Tensor | None) -> None:
+        fetch(self._hosts[self._turn][:num_bytes], self._device[:num_bytes], num_ids, chosen)
         if self._sent[self._turn] is not None:
             self._sent[self._turn].record()
 
@@ -270,6 +273,10 @@ class _KnownTables:
         if len(self._rows) > 2 * len(self._used) + 64:
             self._rows = {name: row for name, row in self._rows.items() if name in self._used}
         self._used.clear()
+
+
+def _whole_words(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8
 
 
 def _leading_ones(counts: npt.NDArray[np.int64]) -> int:

@@ -17,8 +17,9 @@ from kvboost.attention.paged_triton import TritonStep
 from kvboost.attention.step import running
 from kvboost.attention.step_tensors import StepInputs, StepTensors
 from kvboost.cache.pool import KVPool
+from kvboost.engine.early_tokens import TokenPost
 from kvboost.engine.graphs import DECODE_SIZES, PROMPT_TOKENS, Graphs, Padding, padding_for
-from kvboost.engine.runner import EarlyTokens, Runner, StepLogits, WantedRows, require_attended
+from kvboost.engine.runner import Runner, StepLogits, WantedRows, require_attended
 from kvboost.engine.scheduler import Work
 from kvboost.kernels.triton.greedy import best_tokens
 from kvboost.models.capabilities import Capabilities
@@ -48,6 +49,7 @@ class GpuRunner(Runner):
             block_size,
             self._device,
         )
+        self._post = TokenPost(seqs, self._device)
         streamer = self._streamer
         capturable = self._device.type == "cuda" and (streamer is None or streamer.capturable)
         self._all_seen = torch.ones(1, self._tensors.capacity_tokens, dtype=torch.bool, device=self._device)
@@ -66,10 +68,8 @@ class GpuRunner(Runner):
         prompt_rows = any(w.request.prompt_logprobs is not None for w in ordered)
         tokens = sum(w.count for w in ordered)
         padding = None if self._graphs is None or prompt_rows else padding_for(tokens, len(ordered))
-        ids = _token_ids(ordered, follows)
-        inputs = self._fill(spans, ids, padding)
-        if follows is not None and follows.early is not None:
-            _put_chosen(inputs.ids, ids[: len(ordered)], follows.early)
+        early = None if follows is None else follows.early
+        inputs = self._fill(spans, _token_ids(ordered, follows), padding, None if early is None else early.tokens)
         if prompt_rows:
             wanted = WantedRows(ordered)
             keep = torch.tensor(wanted.rows or [0], device=self._device)
@@ -80,10 +80,10 @@ class GpuRunner(Runner):
         logits, chosen = forward() if graphs is None else graphs.run(inputs.key, forward)
         return self._sampled(ordered, logits, chosen)
 
-    def _fill(self, spans: Sequence[Span], ids: Any, padding: Padding | None) -> StepInputs:
+    def _fill(self, spans: Sequence[Span], ids: Any, padding: Padding | None, chosen: Tensor | None) -> StepInputs:
         if padding is None:
-            return self._tensors.fill(spans, ids)
-        return self._tensors.fill(spans, ids, pad_tokens_to=padding.tokens, pad_seqs_to=padding.seqs)
+            return self._tensors.fill(spans, ids, chosen=chosen)
+        return self._tensors.fill(spans, ids, pad_tokens_to=padding.tokens, pad_seqs_to=padding.seqs, chosen=chosen)
 
     def _last_rows(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Logits of the last row of every sequence, and the best tokens of these rows, whoever may want them."""
@@ -107,7 +107,7 @@ class GpuRunner(Runner):
         places = [i for i, w in enumerate(ordered) if w.sample]
         requests = [ordered[i].request for i in places]
         if requests and all(r.greedy_only for r in requests):
-            return StepLogits(requests, logits[:0], [], EarlyTokens(chosen, places))
+            return StepLogits(requests, logits[:0], [], self._post.send(chosen, places))
         if len(places) < len(ordered):
             logits = logits[torch.tensor(places, dtype=torch.long, device=self._device)]
         return StepLogits(requests, logits[: len(places)], [])
@@ -140,12 +140,3 @@ def _token_ids(work: Sequence[Work], follows: StepLogits | None) -> np.ndarray[A
     for w in work:
         ids += w.request.tokens[w.start : w.start + w.count] or (-1 - row_of[id(w.request)],)
     return np.array(ids, dtype=np.int64)
-
-
-def _put_chosen(inputs: Tensor, ids: np.ndarray[Any, np.dtype[np.int64]], early: EarlyTokens) -> None:
-    """Replace -1 - r by what was chosen in row r: on the device, the host does not know it yet. ids: the first of `inputs`."""
-    inputs, tokens = inputs[: len(ids)], early.tokens
-    if (ids == np.arange(-1, -1 - len(ids), -1)).all():
-        inputs.copy_(tokens[: len(ids)])
-    else:
-        inputs.copy_(torch.where(inputs < 0, tokens[(-1 - inputs).clamp(min=0)], inputs))

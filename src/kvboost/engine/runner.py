@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from kvboost.models.compat import load_cache, store_cache
 from kvboost.weights.plan import StreamStats
 from kvboost.weights.streamer import streamer_of
 
+if TYPE_CHECKING:
+    from kvboost.engine.early_tokens import EarlyTokens  # its kernels need Triton
+
 
 @dataclass(frozen=True)
 class StepLogits:
@@ -40,31 +43,6 @@ class StepLogits:
     sampled: Tensor
     prompt_rows: list[tuple[Request, int, Tensor]]
     early: EarlyTokens | None = None
-
-
-class EarlyTokens:
-    """Greedy tokens chosen on the device, on their way to the host."""
-
-    def __init__(self, chosen: Tensor, rows: Sequence[int]) -> None:
-        """chosen `[2, R]`: as `kernels.triton.greedy.best_tokens` answers; rows: which of them each request asked for."""
-        self.tokens = chosen[0]
-        """`[R]`, on the device: the next step may read them there, before another overwrites them."""
-        self.rows = rows
-        self._event = None
-        if chosen.device.type == "cuda":
-            self._host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
-            self._host.copy_(chosen, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = chosen
-
-    def read(self) -> tuple[list[int], list[float]]:
-        """Token and logit of each request, once they have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        tokens, values = self._host[0].tolist(), self._host[1].view(torch.float32).tolist()
-        return [tokens[row] for row in self.rows], [values[row] for row in self.rows]
 
 
 class Runner:

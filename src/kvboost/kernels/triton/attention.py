@@ -128,15 +128,18 @@ def decode_tile(query: Tensor, keys: Tensor, values: Tensor, seqs: int) -> Tile:
     """One token's heads by as many keys as leave room for several pipelined programs on a multiprocessor.
 
     Where two programs are all that a multiprocessor gets of `seqs` sequences, they have more warps and keys each: 64 x 1k keys take
-    3 us less, 256 x 1k keys would take 9 us more.
+    3 us less, 256 x 1k keys would take 9 us more. Where there are fewer, and keys are shared out, a program has a few tiles at
+    most, and what counts is how few instructions it runs through, and has to fetch: more threads that do less each.
     """
     facts = _facts(query.device)
     if query.dtype == torch.float32 or not facts.tensor_cores:
         return WITHOUT_TENSOR_CORES
     rows = min(max(16, _padded(query.shape[1] // keys.shape[2])), 64)
     narrow = _widest(keys, values) <= 128
-    few = ENOUGH_PROGRAMS <= seqs * keys.shape[2] / facts.processors <= 2
-    if rows == 16 and narrow and few and facts.shared_bytes >= LARGE_SHARED_BYTES:
+    programs = seqs * keys.shape[2] / facts.processors
+    if rows == 16 and narrow and programs < ENOUGH_PROGRAMS:
+        return Tile(16, 64, 4, 2)
+    if rows == 16 and narrow and programs <= 2 and facts.shared_bytes >= LARGE_SHARED_BYTES:
         return Tile(16, 128, 4, 3)
     return Tile(rows, 64 if narrow else 32, 2 if rows == 16 else 4, 3)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvboost.kernels.triton.early import wait_for_kernel_before
+from kvboost.kernels.triton.early import fetch_ahead, wait_for_kernel_before
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -73,6 +73,22 @@ def _accumulate(
 
 
 @triton.jit
+def _fetch_rows(
+    rows, table, begin, end, block_stride, token_stride,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Have the first tile of the keys `[begin, end)`, or of their values, brought near while the kernel before runs."""
+    if EARLY:
+        position = begin + tl.arange(0, BLOCK_N)
+        inside = position < end
+        block = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
+        row = rows + block * block_stride + (position % PAGE) * token_stride
+        LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
+        column = tl.arange(0, BLOCK // LINE if BLOCK > LINE else 1) * LINE
+        fetch_ahead(row[:, None] + column[None, :], inside[:, None] & (column < DIM)[None, :])
+
+
+@triton.jit
 def _sequence_of(tile, query_start, num_seqs, TOKENS: tl.constexpr):
     """The sequence a tile belongs to. Sequence s owns the tiles from `query_start[s] // TOKENS + s` on: enough for its
     tokens wherever they begin, and known without a table."""
@@ -122,11 +138,26 @@ def attention_kernel(
         tl.int32
     )
     table = tables + tl.load(table_start + seq)
+    split = tl.program_id(2)
+    kv_head = tl.program_id(1) // tl.cdiv(GROUP, HEADS)
+    keys += kv_head.to(tl.int64) * key_head_stride
+    values += kv_head.to(tl.int64) * value_head_stride
     begin = 0
     if kv_begin is not None:
         begin = tl.load(kv_begin + seq)
-    # Who stands where was on the device before the step; queries, keys and values come from the kernel before. Programs
-    # without rows wait, too: who comes after them relies on their having waited.
+    if WINDOWED:
+        begin = tl.maximum(begin, low - window + 1)
+    end = tl.minimum(high + 1, length)
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), BLOCK_N) * BLOCK_N
+        begin = begin + split * share
+        end = tl.minimum(end, begin + share)
+    # Who stands where was on the device before the step; queries and the newest keys and values come from the kernel before.
+    # Programs without rows wait, too: who comes after them relies on their having waited.
+    _fetch_rows(keys, table, begin, end, key_block_stride, key_token_stride, DIM, BLOCK_D, BLOCK_N, PAGE, EARLY)
+    _fetch_rows(
+        values, table, begin, end, value_block_stride, value_token_stride, DIM_V, BLOCK_DV, BLOCK_N, PAGE, EARLY
+    )
     wait_for_kernel_before(EARLY)
     if DECODE:
         if not single:
@@ -135,8 +166,6 @@ def attention_kernel(
         if (first >= count) | single:
             return
 
-    split = tl.program_id(2)
-    kv_head = tl.program_id(1) // tl.cdiv(GROUP, HEADS)
     head_begin = tl.program_id(1) % tl.cdiv(GROUP, HEADS) * HEADS
     row = tl.arange(0, BLOCK_M)
     token = first + row // HEADS
@@ -145,13 +174,7 @@ def attention_kernel(
     token = (row_begin + token).to(tl.int64)
     head = kv_head * GROUP + head_of_group
 
-    if WINDOWED:
-        begin = tl.maximum(begin, low - window + 1)
-    end = tl.minimum(high + 1, length)
     if SPLIT:
-        share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), BLOCK_N) * BLOCK_N
-        begin = begin + split * share
-        end = tl.minimum(end, begin + share)
         entry = (token * num_heads + head) * all_splits + first_split + split
         if (begin >= end) & (split > 0):
             tl.store(partial_lse + entry, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
@@ -174,10 +197,9 @@ def attention_kernel(
             total = total + 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-    keys += kv_head.to(tl.int64) * key_head_stride
-    values += kv_head.to(tl.int64) * value_head_stride
     masked_from = begin
-    if not WINDOWED:
+    # A second loop, without masks, is worth its instructions where a program sees many keys.
+    if not (WINDOWED or (DECODE and SPLIT)):
         masked_from = begin + tl.maximum(tl.minimum(low + 1, end) - begin, 0) // BLOCK_N * BLOCK_N
         acc, peak, total = _accumulate(
             q, acc, peak, total, row_position, row_slope, keys, values, table, begin, masked_from, window, scale, cap,
@@ -208,26 +230,29 @@ def merge_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid `(rows, query heads)`: the mean of the splits of one row, weighted by what each has seen."""
-    wait_for_kernel_before(EARLY)
     row = tl.program_id(0)
     head = tl.program_id(1)
     leading = row < decode_seqs
     single = tl.load(query_start + row, mask=leading, other=-1) == row
     single = single & (tl.load(query_start + row + 1, mask=leading, other=-1) == row + 1)
+    rows = tl.load(query_start + num_seqs)
+    wait_for_kernel_before(EARLY)
     if DECODE:
         if not single:
             return
     else:
-        if single | (row >= tl.load(query_start + num_seqs)):
+        if single | (row >= rows):
             return
     entry = (row.to(tl.int64) * tl.num_programs(1) + head) * splits
     split = tl.arange(0, BLOCK_SPLITS)
+    columns = tl.arange(0, BLOCK_DV)
+    # Both are read at once, and so is what a split without keys did not write: it may be anything, and is left out.
     lse = tl.load(partial_lse + entry + split, mask=split < splits, other=float("-inf"))
+    inside = (split < splits)[:, None] & (columns < DIM_V)[None, :]
+    part = tl.load(partial + (entry + split)[:, None] * DIM_V + columns[None, :], mask=inside, other=0.0)
     peak = tl.max(lse, 0)
     weights = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
-    columns = tl.arange(0, BLOCK_DV)
-    mask = (lse > float("-inf"))[:, None] & (columns < DIM_V)[None, :]  # a split without keys wrote no result
-    part = tl.load(partial + (entry + split)[:, None] * DIM_V + columns[None, :], mask=mask, other=0.0)
+    part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
     total = tl.sum(weights, 0)
     result = tl.sum(part * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     target = out + row.to(tl.int64) * out_token_stride + head * out_head_stride

@@ -26,3 +26,13 @@ def wait_for_kernel_before(EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def fetch_ahead(address, wanted):
+    """Bring the line of memory behind each `address` into the L2 cache where `wanted`. Nothing waits for it, and a kernel that
+    writes it meanwhile does so in the same cache: it may be called before `wait_for_kernel_before`."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [address.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -133,10 +133,11 @@ def _rms_norm_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid `(groups of ROWS rows,)`."""
+    """Grid `(groups of ROWS rows,)`. The weight is no kernel's result, and is read while the one before runs."""
+    column = tl.arange(0, BLOCK)
+    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
     wait_for_kernel_before(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
     mask = (row < count)[:, None] & (column < WIDTH)[None, :]
     start = row // inner_size * outer_stride
     target = row // inner_size * normed_outer_stride
@@ -151,7 +152,6 @@ def _rms_norm_kernel(
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
     wide = wide * scale[:, None]
-    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
     if ROUND_FIRST:
         wide = wide.to(values.dtype).to(tl.float32)
     tl.store(normed + target[:, None] + column[None, :], (wide * w[None, :]).to(values.dtype), mask=mask)

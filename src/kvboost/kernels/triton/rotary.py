@@ -104,12 +104,12 @@ def _rotary_write_kernel(
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid `(tokens, groups of query heads + groups of key heads + groups of value heads)`."""
-    wait_for_kernel_before(EARLY)
     Q_PARTS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    slot = tl.load(slots + token)
+    slot = tl.load(slots + token)  # on the device before the step
+    wait_for_kernel_before(EARLY)
     kept = slot >= 0
     block = tl.maximum(slot, 0) // PAGE
     offset = tl.maximum(slot, 0) % PAGE
