@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from kvboost.bench import agreement, gpu, limits, machine, measures, report, start, texts, workloads
 from kvboost.bench.data import DataFolder
@@ -467,3 +467,14 @@ def test_the_gpu_bench_runs_transformers_own_continuous_batching(tmp_path: Path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     row = gpu.continuous_batches(model, 3, 20, 5)
     assert "error" not in row and row["output_tokens_per_s"] > 0, row
+
+
+def test_the_limit_of_a_mixture_counts_the_experts_that_are_read() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 100,
+             "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+    model = MixtralForCausalLM(MixtralConfig(num_local_experts=8, num_experts_per_tok=2, **sizes))
+    experts = 2 * 8 * 3 * 32 * 48 * 4
+    rest = sum(p.nbytes for p in model.parameters()) - experts - 100 * 32 * 4  # the embedding's rows are not read
+    assert gpu.weights_read(model, 1) == pytest.approx(rest + experts / 4)
+    assert gpu.weights_read(model, 2) == pytest.approx(rest + experts * (1 - 0.75**2))
+    assert gpu.weights_read(model, 500) == pytest.approx(rest + experts)

@@ -95,17 +95,10 @@ class Bench:
         results = self.generate(prompts, tokens)
         tpot = float(statistics.median(r.tpot_ms for r in results))
         layout = self.kv.built.layout
-        moved = self._weights_read() + batch * (context + tokens / 2) * layout.bytes_per_token
+        moved = weights_read(self.model, batch) + batch * (context + tokens / 2) * layout.bytes_per_token
         limit = moved / self.bandwidth * 1e3
         return {"case": f"decode {context} x{batch}", "tpot_ms": tpot, "limit_ms": limit, "of_limit": limit / tpot,
                 "tokens_per_s": batch / tpot * 1e3}  # fmt: skip
-
-    def _weights_read(self) -> int:
-        """Bytes of weights that one token reads; of experts, only those it takes."""
-        head = self.model.get_output_embeddings().weight
-        total = sum(p.nbytes for p in self.model.get_decoder().parameters())
-        total += head.nbytes - self.model.get_input_embeddings().weight.nbytes
-        return int(total)
 
     def first_token(self, context: int, new: int = 64, rounds: int = 5) -> Row:
         """Cold: nothing known. Warm: all but `new` tokens known, from earlier, different requests; the second and on."""
@@ -134,6 +127,18 @@ class Bench:
         seconds = time.perf_counter() - begin
         return {"case": f"{requests} requests of {shared}+{own}+{tokens}", "output_tokens_per_s": requests * tokens / seconds,
                 "seconds": seconds}  # fmt: skip
+
+
+def weights_read(model: PreTrainedModel, batch: int) -> float:
+    """Bytes of weights that a step of `batch` tokens reads; of experts, those that as many random choices touch."""
+    head, config = model.get_output_embeddings().weight, model.config.get_text_config()
+    total = float(head.nbytes - model.get_input_embeddings().weight.nbytes)  # of which a step reads a row
+    for parameter in model.get_decoder().parameters():
+        share = 1.0
+        if parameter.dim() == 3:  # [experts, rows, columns]
+            share -= (1 - config.num_experts_per_tok / parameter.shape[0]) ** batch
+        total += share * parameter.nbytes
+    return total
 
 
 def transformers_cold(model: PreTrainedModel, contexts: Sequence[int]) -> dict[int, float]:
