@@ -242,7 +242,7 @@ def bench_linear(bench: Bench, tune: bool) -> None:
     for name, (n, k) in WEIGHTS.items():
         count = copies(n * k * 2)
         weights = torch.randn(count, n, k, dtype=DTYPE, device=DEVICE)
-        for rows in (1, 16) if tune else (1, 2, 4, 8, 16):
+        for rows in (1, 16, 32, 64) if tune else (1, 2, 4, 8, 16, 32, 64):
             x = torch.randn(rows, k, dtype=DTYPE, device=DEVICE)
             num_bytes = n * k * 2
             us = time_us(lambda i, x=x, w=weights: F.linear(x, w[i]), count)

@@ -239,7 +239,7 @@ def test_act_mul(ours: str, theirs: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("n", "k"), [(3584, 3584), (4608, 3584), (3584, 18944), (1000, 96), (37888, 3584)])
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("rows", [1, 3, 16, 32, 49])
 def test_skinny_linear(rows: int, n: int, k: int, bias: bool) -> None:
     x, weight = (torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for m in (rows, n))
     b = torch.randn(n, device="cuda", dtype=torch.bfloat16) if bias else None
@@ -247,6 +247,9 @@ def test_skinny_linear(rows: int, n: int, k: int, bias: bool) -> None:
     reference = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
     close(out, reference)
     assert torch.equal(out, skinny_linear(x, weight, b)), "the order of sums is fixed"
+    total = torch.randn_like(out)
+    both = reference + total.double()
+    close(skinny_linear(x, weight, b, total=total), both)
 
 
 def test_support() -> None:

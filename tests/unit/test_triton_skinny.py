@@ -17,13 +17,18 @@ pytestmark = interpreted
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (100, 200), (33, 513), (16, 16)])
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("rows", [1, 5, 16, 33])
 def test_equals_linear(rows: int, n: int, k: int, bias: bool) -> None:
     x, weight = torch.randn(rows, k), torch.randn(n, k)
     b = torch.randn(n) if bias else None
     expected = linear(x.double(), weight.double(), None if b is None else b.double())
     for splits in (1, 3):
         close(skinny_linear(x, weight, b, tile=SkinnyTile(32, 64, splits, 4, 3)), expected)
+        total = torch.randn(rows, n)
+        sum_of_both = total.double() + expected
+        added = skinny_linear(x, weight, b, total=total, tile=SkinnyTile(32, 64, splits, 4, 3))
+        assert added is total
+        close(total, sum_of_both)
     close(skinny_linear(x, weight, b), expected)
 
 
@@ -37,8 +42,8 @@ def test_weights_and_inputs_may_be_parts_of_others() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    x, weight = torch.randn(17, 32), torch.randn(8, 32)
-    with pytest.raises(ValueError, match="1 to 16 rows, not 17"):
+    x, weight = torch.randn(65, 32), torch.randn(8, 32)
+    with pytest.raises(ValueError, match="1 to 64 rows, not 65"):
         skinny_linear(x, weight)
     with pytest.raises(ValueError, match="does not fit weight"):
         skinny_linear(x[:2], weight[:, :16])
@@ -46,3 +51,7 @@ def test_what_does_not_fit_is_refused() -> None:
         skinny_linear(x[:2].half(), weight)
     with pytest.raises(ValueError, match=r"bias \(7,\)"):
         skinny_linear(x[:2], weight, torch.zeros(7))
+    with pytest.raises(ValueError, match=r"total \(2, 7\)"):
+        skinny_linear(x[:2], weight, total=torch.zeros(2, 7))
+    with pytest.raises(ValueError, match="must be contiguous"):
+        skinny_linear(x[:2], weight, total=torch.zeros(8, 2).T)

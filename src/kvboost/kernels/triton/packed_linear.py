@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvboost.kernels.triton.early import early
 from kvboost.kernels.triton.packed_codes import (
     ZEROS,
     as_scales,
@@ -110,7 +111,9 @@ def packed_few_rows(
     )  # fmt: skip
     if splits > 1:
         block = 256
-        sum_kernel[(triton.cdiv(n, block), rows)](partial, bias, out, rows, n, splits, BLOCK=block, num_warps=2)
+        sum_kernel[(triton.cdiv(n, block), rows)](
+            partial, bias, None, out, rows, n, splits, BLOCK=block, num_warps=2, **early(x.device)
+        )
     return out
 
 

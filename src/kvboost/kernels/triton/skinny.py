@@ -1,8 +1,9 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Linear layers for 1 to 16 rows, where reading the weight is all there is to do.
+"""Linear layers for 1 to 64 rows, where reading the weight is all there is to do.
 
 The inner dimension is split among programs until they fill the GPU; their partial sums are added in a fixed order by a
-second launch, so results do not change from run to run.
+second launch, so results do not change from run to run. A product begins while the kernel before it ends: weights are not what
+that computes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 16
+from kvboost.kernels.triton.early import early, fetch_ahead, wait_for_kernel_before
 
-PROGRAMS_PER_PROCESSOR = 4
-"""Programs that read at the same time on a multiprocessor, for shapes that were not measured."""
+MAX_ROWS = 64
+
+PROGRAMS_PER_PROCESSOR = 2
+"""Programs that read at the same time on a multiprocessor: rows are split until there are as many."""
+
+
+LARGE_BYTES = 16 << 20
+"""Smaller weights end before all multiprocessors read at full speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +39,18 @@ class SkinnyTile:
     stages: int
 
 
-MEASURED: dict[tuple[int, int], SkinnyTile] = {
-    (3584, 3584): SkinnyTile(32, 256, 1, 4, 4),  # H200, 1 and 16 rows: 10.3 us against 12 and 13 of cuBLAS
-    (37_888, 3584): SkinnyTile(64, 128, 1, 4, 3),  # 75 and 76 us against 81
-    (3584, 18_944): SkinnyTile(64, 128, 4, 4, 4),  # 41 and 42 us against 44
-    (152_064, 3584): SkinnyTile(64, 128, 1, 4, 4),  # 248 and 256 us against 259 and 264
-}
-"""Best tiles by (n, k) of the weight, from `scripts/bench_kernels.py --tune`. Other shapes take `chosen_tile`'s rule."""
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    total: Tensor | None = None,
+    tile: SkinnyTile | None = None,
+) -> Tensor:
+    """`x [rows, k] @ weight [n, k].T + bias [n]`, summed in float32 and rounded once. At most 64 rows.
 
-
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: SkinnyTile | None = None) -> Tensor:
-    """`x [rows, k] @ weight [n, k].T + bias [n]`, summed in float32 and rounded once. At most 16 rows.
-
-    tile overrides the table. Raises ValueError for more rows, or shapes and dtypes that do not fit.
+    total: contiguous `[rows, n]`; the product is added to it before the rounding, in place, and it is returned. tile overrides
+    the table. Raises ValueError for more rows, or shapes and dtypes that do not fit.
     """
     rows, k = x.shape
     n = weight.shape[0]
@@ -55,32 +61,38 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile
             f"x {tuple(x.shape)} in {x.dtype} does not fit weight {tuple(weight.shape)} in {weight.dtype}, or their rows "
             "are not contiguous."
         )
-    if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype):
-        raise ValueError(f"bias {tuple(bias.shape)} in {bias.dtype} must be [{n}] in {x.dtype}.")
+    for name, added, shape in (("bias", bias, (n,)), ("total", total, (rows, n))):
+        if added is not None and (added.shape != shape or added.dtype != x.dtype or not added.is_contiguous()):
+            raise ValueError(f"{name} {tuple(added.shape)} in {added.dtype} must be contiguous {shape} in {x.dtype}.")
     tile = tile or chosen_tile(n, k, x.device)
-    out = x.new_empty(rows, n)
+    out = x.new_empty(rows, n) if total is None else total
     share = triton.cdiv(triton.cdiv(k, tile.splits), tile.k) * tile.k
     splits = triton.cdiv(k, share)
     partial = out if splits == 1 else x.new_empty(splits, rows, n, dtype=torch.float32)
     _skinny_kernel[(triton.cdiv(n, tile.n), splits)](
-        x, weight, bias, partial, rows, n, k, share, x.stride(0), weight.stride(0),
-        BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=splits > 1, EVEN_K=k % tile.k == 0 and share * splits == k,
-        EVEN_N=n % tile.n == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=tile.warps, num_stages=tile.stages,
+        x, weight, bias, total, partial, rows, n, k, share, x.stride(0), weight.stride(0),
+        BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=splits > 1,
+        EVEN_K=k % tile.k == 0 and share * splits == k, EVEN_N=n % tile.n == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages, **early(x.device),
     )  # fmt: skip
     if splits > 1:
         block = 256
         sum_kernel[(triton.cdiv(n, block), rows)](
-            partial, bias, out, rows, n, splits, BLOCK=block, num_warps=2
+            partial, bias, total, out, rows, n, splits, BLOCK=block, num_warps=2, **early(x.device)
         )  # fmt: skip
     return out
 
 
+def faster_than_cublas(x: Tensor, weight: Tensor) -> bool:
+    """Whether it was, for weights and rows like these, on the one GPU it was measured on (H200; docs/results/gpu-skinny.md)."""
+    if x.dtype == torch.float32 or not early(x.device)["EARLY"]:
+        return False
+    return x.shape[0] <= 32 and weight.nbytes >= LARGE_BYTES and weight.shape[1] % 128 == 0
+
+
 def chosen_tile(n: int, k: int, device: torch.device) -> SkinnyTile:
-    """The measured tile of a shape, or one that gives every multiprocessor a few programs."""
-    found = MEASURED.get((n, k))
-    if found is not None:
-        return found
+    """Within 2% of the best of 8 tiles, each with several splits, for every weight of Qwen2.5-7B and 1 to 64 rows on an H200."""
     block_n, block_k = 64, 128
     wanted = PROGRAMS_PER_PROCESSOR * processors(device)
     splits = max(1, min(wanted // triton.cdiv(n, block_n), triton.cdiv(k, 4 * block_k), 16))
@@ -94,19 +106,25 @@ def processors(device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_kernel(
-    x, weight, bias, out, rows, n, k, share, x_stride, weight_stride,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, bias, total, out, rows, n, k, share, x_stride, weight_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid `(blocks of weight rows, splits)`. The weight is the tall operand of the product, x the narrow one."""
     row_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     column = split * share + tl.arange(0, BLOCK_K)
     end = tl.minimum(split * share + share, k)
-    row_x = tl.arange(0, 16)
+    row_x = tl.arange(0, BLOCK_M)
     weight_at = weight + row_n.to(tl.int64)[:, None] * weight_stride + column[None, :]
     x_at = x + row_x[None, :] * x_stride + column[:, None]
-    acc = tl.zeros([BLOCK_N, 16], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if EARLY:
+        LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+        line = split * share + tl.arange(0, 2 * BLOCK_K // LINE) * LINE
+        lines = weight + row_n.to(tl.int64)[:, None] * weight_stride + line[None, :]
+        fetch_ahead(lines, (row_n < n)[:, None] & (line < end)[None, :])
+    wait_for_kernel_before(EARLY)
     for start in range(split * share, end, BLOCK_K):
         inside = start + tl.arange(0, BLOCK_K) < end
         if EVEN_K and EVEN_N:
@@ -124,18 +142,24 @@ def _skinny_kernel(
     else:
         if bias is not None:
             acc += tl.load(bias + row_n, mask=row_n < n, other=0.0).to(tl.float32)[:, None]
-        tl.store(out + row_x[None, :].to(tl.int64) * n + row_n[:, None], acc.to(out.dtype.element_ty), mask=mask)
+        place = row_x[None, :].to(tl.int64) * n + row_n[:, None]
+        if total is not None:
+            acc += tl.load(total + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def sum_kernel(partial, bias, out, rows, n, splits, BLOCK: tl.constexpr):
-    """Grid `(blocks of columns, rows)`: the splits in their order, the bias, one rounding."""
+def sum_kernel(partial, bias, total, out, rows, n, splits, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Grid `(blocks of columns, rows)`: the splits in their order, the bias, what is there already, one rounding."""
+    wait_for_kernel_before(EARLY)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     mask = column < n
-    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
     for split in range(splits):
-        total += tl.load(partial + (split * rows + row) * n + column, mask=mask, other=0.0)
+        acc += tl.load(partial + (split * rows + row) * n + column, mask=mask, other=0.0)
     if bias is not None:
-        total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * n + column, total.to(out.dtype.element_ty), mask=mask)
+        acc += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    if total is not None:
+        acc += tl.load(total + row * n + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * n + column, acc.to(out.dtype.element_ty), mask=mask)

@@ -13,7 +13,7 @@ from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
 from kvboost.kernels.triton.experts import better_left_to_torch, routed_experts, tokens_of_each_tile
 from kvboost.kernels.triton.rotary_tables import rotary_tables
 from kvboost.kernels.triton.router import route
-from kvboost.kernels.triton.skinny import MAX_ROWS, MEASURED, skinny_linear
+from kvboost.kernels.triton.skinny import faster_than_cublas, skinny_linear
 from kvboost.models.fused.ops import MixtureOps, Piece, Product
 from kvboost.weights.compute import packed_linear
 
@@ -50,7 +50,9 @@ class GpuOps:
         weight, bias, packing = product.pieces[0]
         if packing is not None and len(product.pieces) == 1 and packed_few.serves(x, weight, packing, bias):
             return packed_few.packed_few(x, weight, packing, bias, total=total)
-        if len(product.pieces) > 1 or bias is not None or packing is not None or _by_us(x, weight):
+        if packing is None and len(product.pieces) == 1 and faster_than_cublas(x, weight):
+            return skinny_linear(x, weight, bias, total=total)
+        if len(product.pieces) > 1 or bias is not None or packing is not None:
             return total.add_(self.linear(x, product))
         return torch.addmm(total, x, weight.T, out=total)
 
@@ -81,10 +83,6 @@ def _piece(x: Tensor, piece: Piece) -> Tensor:
     weight, bias, packing = piece
     if packing is not None:
         return packed_linear(x, weight, packing, bias)
-    if _by_us(x, weight):
+    if faster_than_cublas(x, weight):
         return skinny_linear(x, weight, bias)
     return linear(x, weight, bias)
-
-
-def _by_us(x: Tensor, weight: Tensor) -> bool:
-    return x.shape[0] <= MAX_ROWS and (weight.shape[0], weight.shape[1]) in MEASURED
