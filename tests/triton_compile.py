@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for a GPU that is not there, and prints what each takes; a script, run by a unit test.
 
-    python tests/triton_compile.py 90 [--all | --packed]
+    python tests/triton_compile.py 90 [--all | --packed | --experts]
 
 A stand-in for the CUDA driver lets the real launch code run on CPU tensors up to the point where a kernel would be
 loaded. Fails when a kernel does not compile, needs more shared memory than the GPU gives a block, or spills too much.
@@ -106,6 +106,26 @@ def compile_packed(capability: int) -> None:
         packed.look_up(torch.zeros(3, dtype=torch.int64), weight, packing, dtype)
 
 
+def compile_experts(capability: int) -> None:
+    """Mixtures of experts from one token to many; with `--all` sizes that no tile divides, and other dtypes."""
+    from kvboost.kernels.triton import experts, router
+
+    half = torch.bfloat16 if capability >= 80 else torch.float16
+    cases = [((2048, 768, 8), tokens, half, half) for tokens in (1, 8, 32, 64)]
+    if "--all" in sys.argv:
+        cases += [((1000, 300, 3), tokens, torch.float16, torch.float16) for tokens in (1, 16)]
+        cases += [((4096, 3584, 2), tokens, half, torch.float32) for tokens in (1, 200)]
+        cases += [((512, 256, 2), tokens, torch.float32, torch.float32) for tokens in (1, 40, 100, 200)]
+    for (hidden, inner, top), tokens, dtype, weights_in in cases:
+        print(f"experts of {hidden}x{inner}, {tokens} tokens of {top} choices, {dtype}")
+        index = torch.zeros(tokens, top, dtype=torch.int64)
+        gate_up = torch.empty(16, 2 * inner, hidden, dtype=dtype)  # never touched: no memory is taken
+        down = torch.empty(16, hidden, inner, dtype=dtype)
+        x, weights = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, top, dtype=weights_in)
+        experts.routed_experts(x, index, weights, gate_up, down, "silu", x)
+        router.route(torch.zeros(tokens, 128, dtype=dtype), top, True, weights_in)
+
+
 def main() -> None:
     capability = int(sys.argv[1])
     compile_launches(capability)
@@ -115,6 +135,8 @@ def main() -> None:
     from triton_rig import Case, build, chunk, decode
 
     early.starts_early = lambda device: capability >= 90  # type: ignore[assignment]
+    if "--experts" in sys.argv:
+        return compile_experts(capability)
     facts = attention._Facts(132, SHARED_BYTES[capability], capability // 10)
     attention._facts = lambda device: facts  # type: ignore[assignment]
     half = torch.bfloat16 if capability >= 80 else torch.float16
@@ -160,6 +182,7 @@ def main() -> None:
         greedy.best_tokens(logits)
     if "--all" in sys.argv:
         compile_packed(capability)
+        compile_experts(capability)
     for activation in elementwise.ACTIVATIONS:
         elementwise.act_mul(torch.randn(3, 2 * 18944).to(half), activation)
 

@@ -27,9 +27,11 @@ interpreted = pytest.mark.skipif(
 
 
 def _repair_interpreter() -> None:
-    """Triton 3.6 keeps scalars as arrays of one element, which NumPy 2.4 no longer converts to bounds of `range`."""
+    """Triton 3.6 keeps scalars as arrays of one element, which NumPy 2.4 no longer converts to bounds of `range`; it cuts
+    bf16 off where GPUs round, and multiplies the bits of bf16 as integers in a dot product."""
     if importlib.util.find_spec("triton") is None:
         return
+    import triton.language
     from triton.runtime import interpreter
 
     original = interpreter._patch_lang_tensor
@@ -39,6 +41,19 @@ def _repair_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (str(source), str(target)) != ("fp32", "bf16"):
+            return convert(data, source, target, mode)
+        return torch.from_numpy(data).to(torch.bfloat16).view(torch.uint16).numpy()
+
+    def widened(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        bf16 = str(a.dtype.scalar) == "bf16"
+        return dot(self, *(self.cast_impl(x, triton.language.float32) if bf16 else x for x in (a, b)), *rest)
+
+    interpreter._convert_float = rounded
+    interpreter.InterpreterBuilder.create_dot = widened
 
 
 _repair_interpreter()

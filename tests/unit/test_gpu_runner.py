@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from triton_rig import interpreted
 
@@ -17,7 +27,7 @@ from kvboost.api import build
 from kvboost.attention.backends import Backend
 from kvboost.engine.gpu_runner import GpuRunner
 from kvboost.errors import KVBoostError
-from kvboost.models.fused import fuse
+from kvboost.models.fused import gpu, proof
 
 pytestmark = interpreted
 
@@ -31,13 +41,19 @@ SIZES: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def on_the_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "choose", lambda *_: Backend("triton", "interpreted", None))
-    monkeypatch.setattr(fuse, "TABLES_APART", 2 * torch.finfo(torch.float32).eps)
+    monkeypatch.setattr(proof, "TABLES_APART", 2 * torch.finfo(torch.float32).eps)
 
 
 def model_of(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     if kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)).eval()
+    if kind == "qwen3_moe":
+        sizes = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": True}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, head_dim=16)).eval()
+    if kind == "mixtral":
+        sizes = {**SIZES, "intermediate_size": 16, "num_local_experts": 6, "num_experts_per_tok": 4}
+        return MixtralForCausalLM(MixtralConfig(**sizes)).eval()
     return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
 
 
@@ -61,6 +77,22 @@ def test_tokens_equal_those_of_transformers(kind: str, least_saved: int, monkeyp
             assert [r.token_ids for r in results] == expected
         assert results[0].usage.cached_tokens >= 32
         kv.engine.check()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_mixtures_of_experts_give_the_tokens_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "tokens_of_each_tile", lambda *_: (1, 17))  # the interpreter is slow
+    model = model_of(kind)
+    prompts = [[(7 * i + j) % 120 + 3 for j in range(21)] for i in range(2)] + [[9]]
+    expected = []
+    for p in prompts:
+        ids = torch.tensor([p])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        expected.append(out[0, len(p) :].tolist())
+    with KVBoost.from_model(model, num_blocks=32, max_num_batched_tokens=24) as kv:
+        assert {kv.built.fused[kind] for kind in ("experts", "routers", "mixtures", "layers")} == {1}
+        assert [r.token_ids for r in kv.generate(prompts, max_new_tokens=4, temperature=0)] == expected
+        assert kv.generate(prompts[0], max_new_tokens=4, temperature=0).token_ids == expected[0]
 
 
 def test_prompt_logprobs_and_sampling_take_the_same_path() -> None:

@@ -52,6 +52,17 @@ def test_packed_weights_for_an_h100(tmp_path: Path) -> None:
         assert wgmma + mma and loads >= 8 and stack == 0, words
 
 
+def test_experts_for_an_h100(tmp_path: Path) -> None:
+    """Weights are loaded asynchronously, 16 bytes at a time, and tiles meet them in Hopper's matrix instructions."""
+    lines = [line.split() for line in compiled(tmp_path, "90", "--experts").splitlines() if "_kernel" in line]
+    assert len(lines) == 2 + 3 * 4 + 4
+    for words in lines:
+        wgmma, loads, stack = (int(words[words.index(name) + 1]) for name in ("wgmma", "cp.async", "stack"))
+        assert stack == 0, words
+        assert loads >= 8 or words[0] in ("sort_kernel", "combine_kernel", "_route_kernel"), words
+        assert wgmma or words[0] != "tile_kernel", words
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_shapes(tmp_path: Path) -> None:

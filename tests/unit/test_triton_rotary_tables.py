@@ -18,9 +18,10 @@ pytest.importorskip("triton")
 from kvboost.attention.interface import attach
 from kvboost.attention.step import running
 from kvboost.kernels.triton.rotary_tables import rotary_tables
-from kvboost.models.fused import fuse as fuse_module
-from kvboost.models.fused.fuse import Fused, fuse
+from kvboost.models.fused import proof
+from kvboost.models.fused.fuse import fuse
 from kvboost.models.fused.gpu import GpuOps
+from kvboost.models.fused.proof import Fused
 from kvboost.models.fused.reference import ReferenceStep
 
 pytestmark = interpreted
@@ -35,7 +36,7 @@ PLACES = 2
 
 @pytest.fixture(autouse=True)
 def another_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse_module, "TABLES_APART", PLACES * torch.finfo(torch.float32).eps)
+    monkeypatch.setattr(proof, "TABLES_APART", PLACES * torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -168,7 +168,14 @@ def _act_mul_kernel(
     mask = column < WIDTH
     gate = tl.load(gate_up + row * stride + column, mask=mask, other=0.0)
     up = tl.load(gate_up + row * stride + WIDTH + column, mask=mask, other=0.0)
-    x = gate.to(tl.float32)
+    x = activated(gate.to(tl.float32), ACTIVATION)
+    x = x.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * WIDTH + column, x.to(gate.dtype), mask=mask)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """One of `ACTIVATIONS` of x in float32."""
     if ACTIVATION == "silu":
         x = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu_tanh":  # x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y)), without the cancellation
@@ -176,5 +183,4 @@ def _act_mul_kernel(
         x = x / (1.0 + tl.exp(-2.0 * y))
     else:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    x = x.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
-    tl.store(out + row * WIDTH + column, x.to(gate.dtype), mask=mask)
+    return x

@@ -11,12 +11,14 @@ from torch import Tensor
 from kvboost.kernels.native import linear as native
 from kvboost.kernels.native.library import ACTIVATIONS, Layer, NormWeight, load
 from kvboost.models.fused import parts
-from kvboost.models.fused.ops import Piece, Product
+from kvboost.models.fused.ops import MixtureOps, Piece, Product
 from kvboost.weights.compute import packed_linear
 
 
 class CpuOps:
     """See `Ops`."""
+
+    mixtures: MixtureOps | None = None
 
     def __init__(self) -> None:
         self._lib = load()
@@ -72,18 +74,19 @@ class CpuOps:
         """None: nine small operations are nothing beside a step here."""
         return None
 
-    def compile_layer(self, layer: parts.Layer) -> CpuLayer:
+    def compile_layer(self, layer: parts.Layer) -> CpuLayer | None:
         """The layer as one call."""
-        return CpuLayer(layer)
+        return CpuLayer(layer, layer.mlp) if isinstance(layer.mlp, parts.Mlp) else None
 
 
 class CpuLayer:
     """A decoder layer as one call into C++, for steps of few rows; None is answered to larger ones."""
 
-    def __init__(self, layer: parts.Layer) -> None:
+    def __init__(self, layer: parts.Layer, mlp: parts.Mlp) -> None:
+        """mlp: that of the layer."""
         self._lib = load()
         self._layer_idx = layer.attention.layer_idx
-        attention, mlp = layer.attention, layer.mlp
+        attention = layer.attention
         options = attention.options
         dtype = layer.before.weight.dtype
         linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)

@@ -7,54 +7,20 @@ as soon as someone replaces a weight, the module's own code runs.
 
 from __future__ import annotations
 
-import types
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvboost.attention.step import current_step, running
+from kvboost.attention.step import running
+from kvboost.models.fused.experts import Experts, Mixture, Router
 from kvboost.models.fused.ops import Ops
-from kvboost.models.fused.parts import Attention, Held, Layer, Linear, Mlp, Norm, Rotary, hooked
+from kvboost.models.fused.parts import Attention, FeedForward, Held, Layer, Linear, Mlp, Norm, Rotary, hooked
+from kvboost.models.fused.proof import LARGE, Call, Fused, equal, observe, own_forward, same_tables
 from kvboost.models.fused.reference import ReferenceStep
 from kvboost.weights.streamer import streamer_of
-
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Greatest ‖fused - own‖ / ‖own‖. A form that computes something else is off by far more."""
-
-TABLES_APART = 0.0
-"""Greatest difference of rotary tables: they are the same bits. (NumPy's cosine, which Triton's interpreter uses, is another.)"""
-
-LARGE = 64.0
-"""Inputs are tried scaled by this too: a module that clips or caps shows it there."""
-
-Forward = Callable[..., Any]
-
-
-class Fused:
-    """Stands as `forward` on one module instance."""
-
-    def __init__(
-        self, module: nn.Module, held: Held, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-    ) -> None:
-        self._module = weakref.ref(module)
-        self._held = held
-        self._answer = answer
-        self._own = type(module).forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step = current_step()
-        if step is not None and hasattr(step, "attend_packed") and self._held.intact():
-            return self._answer(step, args, kwargs)
-        return self._own(self._module(), *args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        """A copy of the module, deep or pickled, gets its class's own forward."""
-        return _own_forward, (self._module(),)
 
 
 def fuse(model: PreTrainedModel, ops: Ops, positions_below: int) -> dict[str, int]:
@@ -64,7 +30,7 @@ def fuse(model: PreTrainedModel, ops: Ops, positions_below: int) -> dict[str, in
     """
     unfuse(model)
     with torch.no_grad():  # not inference mode: weights move here, and the model may be trained later
-        calls = _observe(model, positions_below)
+        calls = observe(model, positions_below)
         builder = _Builder(model, ops, calls)
         builder.run()
     return builder.counts
@@ -74,59 +40,33 @@ def unfuse(model: nn.Module) -> None:
     """Give every module its class's own forward back."""
     for module in model.modules():
         forward = vars(module).get("forward")
-        if isinstance(forward, Fused) or forward == _own_forward(module):
+        if isinstance(forward, Fused) or forward == own_forward(module):
             del vars(module)["forward"]
-
-
-def _own_forward(module: nn.Module) -> types.MethodType:
-    """What `module.forward` is when nobody has put anything in its place."""
-    return types.MethodType(type(module).forward, module)
-
-
-class _Call:
-    """One call of a module, as its model made it."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-
-    def scaled(self, factor: float) -> _Call:
-        if self.args:
-            return _Call((self.args[0] * factor, *self.args[1:]), self.kwargs)
-        name = "hidden_states" if "hidden_states" in self.kwargs else "x"
-        return _Call((), {**self.kwargs, name: self.kwargs[name] * factor})
-
-
-def _observe(model: PreTrainedModel, positions_below: int) -> dict[nn.Module, list[_Call]]:
-    """Run the model at far and at near positions (near last: some rotary embeddings keep what they saw)."""
-    calls: dict[nn.Module, list[_Call]] = {}
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(module, []).append(_Call(args, kwargs))
-
-    count = 10
-    far = torch.linspace(0, max(count, positions_below) - 1, count).long()
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.arange(3, 3 + 7 * count, 7, device=model.device)[None] % vocabulary
-    with ExitStack() as hooks:
-        for module in model.modules():
-            hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-        for positions in (far, torch.arange(count)):
-            with running(ReferenceStep(packed=False)):
-                model(input_ids=ids, position_ids=positions.to(model.device)[None], use_cache=False)
-    return calls
 
 
 class _Builder:
     """Goes through the model from the leaves up: norms, MLPs and attention, then whole layers, then what is left."""
 
-    def __init__(self, model: PreTrainedModel, ops: Ops, calls: dict[nn.Module, list[_Call]]) -> None:
+    def __init__(self, model: PreTrainedModel, ops: Ops, calls: dict[nn.Module, list[Call]]) -> None:
         self._model, self._ops, self._calls = model, ops, calls
         self._norms: dict[nn.Module, Norm] = {}
-        self._mlps: dict[nn.Module, Mlp] = {}
+        self._mlps: dict[nn.Module, FeedForward] = {}
+        self._routers: dict[nn.Module | None, Router] = {}
+        self._experts_of: dict[nn.Module | None, Experts] = {}
         self._attentions: dict[nn.Module, Attention] = {}
         self._held: dict[nn.Module, Held] = {}
         self._covered: set[nn.Module] = set()
-        self.counts = {"layers": 0, "attention": 0, "mlp": 0, "norms": 0, "linears": 0, "rotary": 0}
+        self.counts = {
+            "layers": 0,
+            "attention": 0,
+            "mlp": 0,
+            "experts": 0,
+            "routers": 0,
+            "mixtures": 0,
+            "norms": 0,
+            "linears": 0,
+            "rotary": 0,
+        }
 
     def run(self) -> None:
         streamer = streamer_of(self._model)
@@ -144,6 +84,10 @@ class _Builder:
         for module in modules:
             self._mlp(module)
             self._attention(module)
+            self._experts(module)
+            self._router(module)
+        for module in modules:
+            self._mixture(module)
         for module in modules:
             self._layer(module)
         for module in modules:
@@ -176,6 +120,58 @@ class _Builder:
         if self._put(module, held, answer, "mlp"):
             self._mlps[module] = mlp
             self._covered.update(module.children())
+
+    def _experts(self, module: nn.Module) -> None:
+        held = Held()
+        by = self._ops.mixtures
+        experts = Experts.read(module, held, by) if by is not None and module in self._calls else None
+        if experts is None or not self._calls[module][-1].gives("hidden_states", "top_k_index", "top_k_weights"):
+            return
+        call = self._calls[module][-1]
+
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor | None:
+            return experts(*args, **kwargs) if experts.by.serves(_input(args, kwargs)) else None
+
+        trials = [Call(inputs, {}) for inputs in experts.trials(*call.args, **call.kwargs)]
+        if self._put(module, held, answer, "experts", trials):
+            self._experts_of[module] = experts
+
+    def _router(self, module: nn.Module) -> None:
+        held = Held()
+        by = self._ops.mixtures
+        router = Router.read(module, held, by) if by is not None and module in self._calls else None
+        if router is None or not self._calls[module][-1].gives("hidden_states"):
+            return
+        ops = self._ops
+        far, near = self._calls[module][0], self._calls[module][-1]
+        router.learn(module(*near.args, **near.kwargs))
+
+        def answer(step: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+            return router(ops, _input(args, kwargs))
+
+        fused = Fused(module, held, answer)
+        trials = [Call((x,), {}) for x in router.trials(_input(near.args, near.kwargs))]
+        if equal(module, fused, near, router.logits_of) and all(
+            equal(module, fused, call, router.choice_of) for call in (near, far.scaled(LARGE), *trials)
+        ):
+            self._install(module, fused, held, "routers")
+            self._routers[module] = router
+
+    def _mixture(self, module: nn.Module) -> None:
+        children = module._modules
+        router, experts = self._routers.get(children.get("gate")), self._experts_of.get(children.get("experts"))
+        if router is None or experts is None or len(children) > 2 or module._parameters or hooked(module):
+            return
+        mixture, ops = Mixture(router, experts), self._ops
+        held = Held([entry for child in children.values() for entry in self._held[child].entries])  # type: ignore[index]
+
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor | None:
+            x = _input(args, kwargs)
+            rows = x.view(-1, x.shape[-1])
+            return mixture(ops, rows).view(x.shape) if mixture.serves(rows) else None
+
+        if self._put(module, held, answer, "mixtures"):
+            self._mlps[module] = mixture
 
     def _attention(self, module: nn.Module) -> None:
         held = Held()
@@ -225,9 +221,11 @@ class _Builder:
         held = Held([entry for child in children.values() for entry in self._held[child].entries])  # type: ignore[index]
         ops, whole = self._ops, self._ops.compile_layer(layer)
 
-        def answer(step: Any, args: Any, kwargs: Any) -> Tensor:
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor | None:
             x = _input(args, kwargs)
             x, rotary = x[0], _rotary(step, args, kwargs)
+            if not layer.mlp.serves(x):
+                return None
             out = None if whole is None else whole(step, x, rotary)
             return (layer(ops, step, x, rotary) if out is None else out).unsqueeze(0)
 
@@ -256,15 +254,18 @@ class _Builder:
             return rotary(ops, *args, **kwargs)
 
         fused = Fused(module, held, answer)
-        if all([_same_tables(module, fused, call) for call in self._calls[module]]):  # all: the last are near positions
+        if all([same_tables(module, fused, call) for call in self._calls[module]]):  # all: the last are near positions
             self._install(module, fused, held, "rotary")
 
-    def _put(self, module: nn.Module, held: Held, answer: Callable[..., Any], kind: str) -> bool:
+    def _put(
+        self, module: nn.Module, held: Held, answer: Callable[..., Any], kind: str, trials: Sequence[Call] = ()
+    ) -> bool:
+        """trials: calls that must be answered like the module, beside those that its model made."""
         if module not in self._calls:
             return False
         fused = Fused(module, held, answer)
         far, near = self._calls[module][0], self._calls[module][-1]
-        if not (self._equal(module, fused, near) and self._equal(module, fused, far.scaled(LARGE))):
+        if not all(equal(module, fused, call) for call in (near, far.scaled(LARGE), *trials)):
             return False
         self._install(module, fused, held, kind)
         return True
@@ -273,39 +274,6 @@ class _Builder:
         vars(module)["forward"] = fused
         self._held[module] = held
         self.counts[kind] += 1
-
-    def _equal(self, module: nn.Module, fused: Fused, call: _Call) -> bool:
-        try:
-            with _plain(module), running(ReferenceStep(packed=False)):
-                own = type(module).forward(module, *call.args, **call.kwargs)
-            with running(ReferenceStep(packed=True)):
-                ours = fused(*call.args, **call.kwargs)
-        except Exception:  # a shape or an argument the form does not know: it is not this module
-            return False
-        if isinstance(own, tuple):
-            if not isinstance(ours, tuple) or len(own) != len(ours) or any(x is not None for x in own[1:]):
-                return False
-            own, ours = own[0], ours[0]
-        if not isinstance(own, Tensor) or own.shape != ours.shape or own.dtype != ours.dtype:
-            return False
-        difference = (own.float() - ours.float()).norm() / own.float().norm().clamp_min(1e-12)
-        return bool(difference < TOLERANCE[own.dtype])
-
-
-def _same_tables(module: nn.Module, fused: Fused, call: _Call) -> bool:
-    """Ours come first: the module's own code may change its frequencies for far positions, and they must not need it."""
-    try:
-        with running(ReferenceStep(packed=True)):
-            ours = fused(*call.args, **call.kwargs)
-    except Exception:  # an argument the form does not know
-        ours = None
-    own = type(module).forward(module, *call.args, **call.kwargs)
-    if ours is None or not isinstance(own, tuple) or len(own) != len(ours):
-        return False
-    return all(
-        a.shape == b.shape and a.dtype == b.dtype and float((a.float() - b.float()).abs().max()) <= TABLES_APART
-        for a, b in zip(own, ours, strict=True)
-    )
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "hidden_states") -> Tensor:
@@ -330,14 +298,3 @@ def _rotary(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[T
 
 def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(a[k] is b[k] or (not isinstance(a[k], Tensor) and a[k] == b[k]) for k in a)
-
-
-@contextmanager
-def _plain(module: nn.Module) -> Iterator[None]:
-    """The module and all below it as their classes made them."""
-    taken = [(m, vars(m).pop("forward")) for m in module.modules() if isinstance(vars(m).get("forward"), Fused)]
-    try:
-        yield
-    finally:
-        for m, forward in taken:
-            vars(m)["forward"] = forward

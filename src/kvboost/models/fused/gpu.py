@@ -10,14 +10,37 @@ from torch.nn.functional import linear
 
 from kvboost.kernels.cuda import packed_few
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
+from kvboost.kernels.triton.experts import better_left_to_torch, routed_experts, tokens_of_each_tile
 from kvboost.kernels.triton.rotary_tables import rotary_tables
+from kvboost.kernels.triton.router import route
 from kvboost.kernels.triton.skinny import MAX_ROWS, MEASURED, skinny_linear
-from kvboost.models.fused.ops import Piece, Product
+from kvboost.models.fused.ops import MixtureOps, Piece, Product
 from kvboost.weights.compute import packed_linear
+
+
+class GpuMixtures:
+    """See `MixtureOps`."""
+
+    def serves(self, x: Tensor) -> bool:
+        return not better_left_to_torch(x.shape[0], x.dtype, x.device)
+
+    def tokens(self, top: int, experts: int, x: Tensor) -> tuple[int, ...]:
+        return tokens_of_each_tile(top, experts, x.dtype, x.device)
+
+    def experts(
+        self, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+        residual: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return routed_experts(x, index, weights, gate_up, down, activation, residual)
+
+    def route(self, logits: Tensor, top: int, renormalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return route(logits, top, renormalise, dtype)
 
 
 class GpuOps:
     """See `Ops`. Everything can be captured in a CUDA graph."""
+
+    mixtures: MixtureOps | None = GpuMixtures()
 
     def linear(self, x: Tensor, product: Product) -> Tensor:
         parts = [_piece(x, piece) for piece in product.pieces]

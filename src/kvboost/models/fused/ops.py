@@ -31,8 +31,36 @@ class Product:
         return self.pieces[0].k
 
 
+class MixtureOps(Protocol):
+    """What mixtures of experts compute with, where a machine has a faster way than torch's grouped product."""
+
+    def serves(self, x: Tensor) -> bool:
+        """Whether `experts` is the better way for `x [T, H]`; it depends on T, the dtype and the device alone."""
+        ...
+
+    def tokens(self, top: int, experts: int, x: Tensor) -> tuple[int, ...]:
+        """Numbers of tokens, one for each way in which `experts` computes, of a mixture that gives every token `top` of
+        its experts and has inputs like x."""
+        ...
+
+    def experts(
+        self, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+        residual: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`x [T, H]` through the experts `index [T, K]`, added up with `weights [T, K]`; gate_up `[E, 2I, H]` and down
+        `[E, H, I]`. residual `[T, H]` is added to the rounded sum."""
+        ...
+
+    def route(self, logits: Tensor, top: int, renormalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Weights in dtype and experts in int64, both `[T, top]`, of `logits [T, E]`: the largest of their softmax;
+        renormalise: divided by their sum."""
+        ...
+
+
 class Ops(Protocol):
     """All tensors of one call have one dtype. Results round where Transformers' own modules round."""
+
+    mixtures: MixtureOps | None
 
     def linear(self, x: Tensor, product: Product) -> Tensor:
         """`x[rows, k]` times the weights, `[rows, n]`."""

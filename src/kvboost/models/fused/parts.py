@@ -138,12 +138,15 @@ class Mlp:
         else:
             first = [children.get("gate_proj"), children.get("up_proj")]
         down = children.get("down_proj")
-        activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
+        activation = activation_of(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
         if activation is None or not Linear.fits(first) or not Linear.fits([down]):
             return None
         if len(first) == 2 and first[0].out_features != first[1].out_features:  # type: ignore[union-attr]
             return None
         return Mlp(Linear(first, held), Linear([down], held), activation)  # type: ignore[arg-type, list-item]
+
+    def serves(self, x: Tensor) -> bool:
+        return True
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         return self.down(ops, self._inner(ops, x))
@@ -236,10 +239,24 @@ class Rotary:
         return cos, sin
 
 
+class FeedForward(Protocol):
+    """What follows attention in a layer: an `Mlp`, or a mixture of experts."""
+
+    def serves(self, x: Tensor) -> bool:
+        """Whether it is better than the module's own code for `x [T, H]`."""
+        ...
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor: ...
+
+    def add_to(self, ops: Ops, total: Tensor, x: Tensor) -> Tensor:
+        """`total` plus what a call gives; it may be in the memory of `total`."""
+        ...
+
+
 class Layer:
     """A decoder layer that normalises before attention and before its MLP, each added to the residual."""
 
-    def __init__(self, before: Norm, attention: Attention, between: Norm, mlp: Mlp) -> None:
+    def __init__(self, before: Norm, attention: Attention, between: Norm, mlp: FeedForward) -> None:
         self.before, self.attention, self.between, self.mlp = before, attention, between, mlp
 
     def __call__(self, ops: Ops, step: PackedStep, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -282,7 +299,7 @@ def hooked(module: nn.Module) -> bool:
     return "forward" in vars(module) or any(not getattr(hook, "transparent", False) for hook in hooks)
 
 
-def _activation(function: Any) -> str | None:
+def activation_of(function: Any) -> str | None:
     """Which of `ACTIVATIONS` a module computes, found out by trying."""
     if function is None:
         return None
