@@ -220,6 +220,9 @@ DEVICE u32 pick(u32 a, u32 b, u32 selector) {
 }
 
 DEVICE float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+DEVICE float divide(float a, float b) { return a / b; }
+DEVICE float exponential(float a) { return std::exp(a); }
+DEVICE float error_function(float a) { return std::erf(a); }
 DEVICE float small_float(u32 value) { return (float)value; }
 DEVICE float from_half(u32 bits) { return host::half((u16)bits); }
 DEVICE float widen(u16 bits) { return BF16 ? host::as_float((u32)bits << 16) : host::half(bits); }

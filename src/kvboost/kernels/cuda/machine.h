@@ -84,6 +84,21 @@ DEVICE u32 pick(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector)
 
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
+// To the last bit or two, as Triton has them.
+DEVICE float divide(float a, float b) {
+    float f;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(f) : "f"(a), "f"(b));
+    return f;
+}
+
+DEVICE float exponential(float a) {
+    float f;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(f) : "f"(a * 1.4426950408889634f));
+    return f;
+}
+
+DEVICE float error_function(float a) { return erff(a); }
+
 // An integer below 2 ** 23.
 DEVICE float small_float(u32 value) { return __uint_as_float(0x4b000000u | value) - 8388608.f; }
 

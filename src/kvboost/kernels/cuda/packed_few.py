@@ -44,6 +44,9 @@ WORTH_SPLITTING = 1.1
 RESERVED_BYTES = 1024
 """Of shared memory, for every block."""
 
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
+"""The numbers of elementwise.h."""
+
 SCHEMES = {Scheme.SYMMETRIC: 0, Scheme.ZEROS: 1, Scheme.MINIMUM: 4, Scheme.TWO_LEVEL: 5}
 """The numbers of packed_few.cu."""
 
@@ -88,6 +91,22 @@ class FewTile:
 
 
 @dataclass(frozen=True, slots=True)
+class Around:
+    """What a launch computes beside its product. activation: one of `ACTIVATIONS`, of the first half of its columns, times
+    the second half."""
+
+    activation: str | None = None
+
+    def width(self, n: int) -> int:
+        """Columns of the result, with so many rows of the weight."""
+        return n // 2 if self.activation else n
+
+
+PRODUCT = Around()
+"""Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """How a product is computed. blocks: the same number for each part, which take the tiles in turn; buffers: 1 where none
     has more than one."""
@@ -96,6 +115,7 @@ class Launch:
     blocks: int
     buffers: int
     shared_bytes: int
+    around: Around = PRODUCT
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +146,28 @@ class Shape(ctypes.Structure):
 
 def shape_of(x: Tensor, weight: Tensor, packing: Packing, plan: Launch) -> Shape:
     return Shape(
-        row_bytes=weight.stride(0), x_bytes=x.stride(0) * x.element_size(), rows=x.shape[0], n=weight.shape[0],
-        k=packing.k, tail=plan.tile.tail_bytes(packing), scales_at=packing.scales_at, beside_at=packing.beside_at,
-        buffers=plan.buffers,
+        row_bytes=weight.stride(0), x_bytes=x.stride(0) * x.element_size(), rows=x.shape[0],
+        n=plan.around.width(weight.shape[0]), k=packing.k, tail=plan.tile.tail_bytes(packing), scales_at=packing.scales_at,
+        beside_at=packing.beside_at, buffers=plan.buffers,
     )  # fmt: skip
 
 
-def serves(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> bool:
-    """Whether `packed_few` can compute this product here; otherwise the Triton kernel does, or says what is wrong."""
+def serves(
+    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None, *, activation: str | None = None
+) -> bool:
+    """Whether `packed_few` can compute this here; otherwise other kernels do, or say what is wrong."""
     return (
         x.device.type == "cuda"
         and _fit_each_other(x, weight, packing, bias)
         and knows(packing)
-        and _has_kernel(x.device, x.dtype, packing, weight.shape[0], x.shape[0])
+        and (activation is None or _has_halves(weight, activation))
+        and _has_kernel(x.device, x.dtype, packing, weight.shape[0], x.shape[0], Around(activation))
     )
+
+
+def _has_halves(weight: Tensor, activation: str) -> bool:
+    """Whether the kernel can gate one half of such a weight by the other, from which it is 32 bits away."""
+    return activation in ACTIVATIONS and weight.shape[0] % 2 == 0 and weight.shape[0] * weight.stride(0) < 1 << 32
 
 
 def _fit_each_other(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None) -> bool:
@@ -169,29 +197,41 @@ def packed_few(
     bias: Tensor | None = None,
     *,
     total: Tensor | None = None,
+    out: Tensor | None = None,
+    activation: str | None = None,
     tile: FewTile | None = None,
 ) -> Tensor:
     """`x [rows, k] @ W.T + bias [n]` in bf16 or fp16, summed in fp32 and rounded once; for what `serves` tells.
 
-    weight: uint8 `[n, packing.row_bytes]`. total: contiguous `[rows, n]`; the product is added to it, in place, and it is
-    returned. tile overrides the rule. The weight is read ahead of the kernel before, so that must not have written it. Raises
-    `CudaUnavailable` when the kernel cannot be compiled or launched, ValueError for a `total` or `tile` that does not fit.
+    weight: uint8 `[n, packing.row_bytes]`. total: contiguous `[rows, n]`, to which the product is added, in place unless there
+    is an `out`. activation: `silu`, `gelu_tanh` or `gelu`; the result is `act_mul` of the rounded product (elementwise.py), not
+    added to a total, `[rows, n / 2]`. out: contiguous, where the result is stored and which is returned. tile overrides the rule.
+    The weight is read ahead of the kernel before, so that must not have written it. Raises `CudaUnavailable` when the kernel
+    cannot be compiled or launched, ValueError for a `total`, `out` or `tile` that does not fit.
     """
-    rows, n = x.shape[0], weight.shape[0]
-    if total is not None and not _like_a_row(total, x, (rows, n)):
-        raise ValueError(
-            f"total {tuple(total.shape)} in {total.dtype} must be a contiguous [{rows}, {n}] in {x.dtype}."
-        )
-    if tile is not None and not _can(tile, packing, n, rows):
-        raise ValueError(f"{tile} does not serve {rows} rows of x and {n} of the weight.")
+    rows, n, around = x.shape[0], weight.shape[0], Around(activation)
+    if total is not None and activation is not None:
+        raise ValueError(f"activation={activation!r} is taken of the product alone, without a total.")
+    for name, given in (("total", total), ("out", out)):
+        if given is not None and not _like_a_row(given, x, (rows, around.width(n))):
+            raise ValueError(
+                f"{name} {tuple(given.shape)} in {given.dtype} must be a contiguous [{rows}, {around.width(n)}] "
+                f"in {x.dtype}."
+            )
+    if tile is not None and not _can(tile, packing, n, rows, around):
+        raise ValueError(f"{tile} does not serve {rows} rows of x and {n} of the weight with {around}.")
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            return packed_few(x, weight, packing, bias, total=total, tile=tile)
-    plan = _launch(x.device, packing, n, rows) if tile is None else planned(tile, packing, n, Gpu.of(x.device))
+            return packed_few(x, weight, packing, bias, total=total, out=out, activation=activation, tile=tile)
+    if tile is None:
+        plan = _launch(x.device, packing, n, rows, around)
+    else:
+        plan = planned(tile, packing, n, Gpu.of(x.device), around)
     if plan is None:
-        raise ValueError(f"this GPU has no kernel for {rows} rows of x and {n} of the weight.")
-    kernel = _kernel(x.device, x.dtype, packing.scheme, packing.group, plan.tile)
-    out = x.new_empty(rows, n) if total is None else total
+        raise ValueError(f"this GPU has no kernel for {rows} rows of x and {n} of the weight with {around}.")
+    kernel = _kernel(x.device, x.dtype, packing.scheme, packing.group, plan.tile, around)
+    if out is None:
+        out = x.new_empty(rows, around.width(n)) if total is None else total
     space = workspace_of(x.device) if plan.tile.parts > 1 else (None, None)
     pointers, shape = map(_address, (x, weight, bias, total, out)), shape_of(x, weight, packing, plan)
     grid = (plan.blocks, -(-rows // (8 * plan.tile.cols)))
@@ -203,9 +243,9 @@ def _address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
 
 
-def _can(tile: FewTile, packing: Packing, n: int, rows: int) -> bool:
-    """Whether a tile serves so many rows of the weight and of x."""
-    split = tile.parts == 1 or (tile.parts <= packing.k // STEP and holds(tile.parts, rows, n))
+def _can(tile: FewTile, packing: Packing, n: int, rows: int, around: Around = PRODUCT) -> bool:
+    """Whether a tile serves so many rows of the weight and of x. Parts of k are joined for the product alone."""
+    split = tile.parts == 1 or (around == PRODUCT and tile.parts <= packing.k // STEP and holds(tile.parts, rows, n))
     return n >= 16 * tile.tiles and (not tile.x_shared or rows <= tile.x_shared) and split
 
 
@@ -244,7 +284,7 @@ def _busy(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> float:
     return tiles * (packing.k // STEP) / (rounds * together * steps * tile.warps * tile.parts)
 
 
-def planned(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> Launch:
+def planned(tile: FewTile, packing: Packing, n: int, gpu: Gpu, around: Around = PRODUCT) -> Launch:
     """As many blocks as the GPU holds at a time, or one for each part of a tile."""
     tiles = -(-n // (16 * tile.tiles))
     for buffers in (1, 2):
@@ -252,29 +292,32 @@ def planned(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> Launch:
         together = gpu.processors * max(1, min(tile.blocks, gpu.shared_bytes // (shared + RESERVED_BYTES)))
         of_a_part = max(1, together // tile.parts)
         if tiles <= of_a_part:
-            return Launch(tile, tiles * tile.parts, buffers, shared)
-    return Launch(tile, of_a_part * tile.parts, 2, shared)
+            return Launch(tile, tiles * tile.parts, buffers, shared, around)
+    return Launch(tile, of_a_part * tile.parts, 2, shared, around)
 
 
 @lru_cache(maxsize=4096)
-def _launch(device: torch.device, packing: Packing, n: int, rows: int) -> Launch | None:
+def _launch(device: torch.device, packing: Packing, n: int, rows: int, around: Around = PRODUCT) -> Launch | None:
     """None where the GPU or the weight is too small for it."""
     if torch.cuda.get_device_capability(device) < CAPABILITY:
         return None
     gpu = Gpu.of(device)
-    plan = planned(chosen_tile(packing, n, rows, gpu), packing, n, gpu)
-    return plan if n >= 16 * plan.tile.tiles and plan.shared_bytes <= gpu.block_shared_bytes else None
+    tile = chosen_tile(packing, n, rows, gpu)
+    plan = planned(tile, packing, n, gpu, around)
+    return plan if _can(tile, packing, n, rows, around) and plan.shared_bytes <= gpu.block_shared_bytes else None
 
 
-_failed: dict[tuple[torch.device, torch.dtype, Scheme, int, FewTile], str] = {}
+_failed: dict[tuple[torch.device, torch.dtype, Scheme, int, FewTile, Around], str] = {}
 """Kernels that could not be had, and why; they are not tried again."""
 
 
-def _has_kernel(device: torch.device, dtype: torch.dtype, packing: Packing, n: int, rows: int) -> bool:
-    plan = _launch(device, packing, n, rows)
+def _has_kernel(
+    device: torch.device, dtype: torch.dtype, packing: Packing, n: int, rows: int, around: Around = PRODUCT
+) -> bool:
+    plan = _launch(device, packing, n, rows, around)
     if plan is None:
         return False
-    key = (device, dtype, packing.scheme, packing.group, plan.tile)
+    key = (device, dtype, packing.scheme, packing.group, plan.tile, around)
     if key in _failed:
         return False
     try:
@@ -292,17 +335,22 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, packing: Packing, n: i
 
 
 @cache
-def _kernel(device: torch.device, dtype: torch.dtype, scheme: Scheme, group: int, tile: FewTile) -> Kernel:
+def _kernel(
+    device: torch.device, dtype: torch.dtype, scheme: Scheme, group: int, tile: FewTile, around: Around
+) -> Kernel:
     with torch.cuda.device(device):
-        code = cubin(SOURCE, definitions(dtype, scheme, group, tile), torch.cuda.get_device_capability(device))
+        code = cubin(SOURCE, definitions(dtype, scheme, group, tile, around), torch.cuda.get_device_capability(device))
         return Kernel(code, "packed_few", tile.warps * 32, Gpu.of(device).block_shared_bytes)
 
 
-def definitions(dtype: torch.dtype, scheme: Scheme, group: int, tile: FewTile) -> dict[str, int]:
+def definitions(
+    dtype: torch.dtype, scheme: Scheme, group: int, tile: FewTile, around: Around = PRODUCT
+) -> dict[str, int]:
     """What packed_few.cu is compiled for."""
     wide = group % STEP == 0
     return {
         "BF16": dtype is torch.bfloat16, "SCHEME": SCHEMES[scheme], "WORDS": 4 if wide else group // 32,
         "STEPS": group // STEP if wide else 1, "TILES": tile.tiles, "COLS": tile.cols, "WARPS": tile.warps,
         "DEPTH": tile.depth, "BLOCKS": tile.blocks, "X_SHARED": tile.x_shared, "PARTS": tile.parts,
+        "ACTIVATION": ACTIVATIONS[around.activation],
     }  # fmt: skip

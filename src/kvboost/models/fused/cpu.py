@@ -60,6 +60,9 @@ class CpuOps:
     def linear_add(self, x: Tensor, product: Product, total: Tensor) -> Tensor:
         return total.add_(self.linear(x, product))
 
+    def gated(self, x: Tensor, product: Product, activation: str) -> Tensor:
+        return self.gate(self.linear(x, product), activation)
+
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """`activation(gate) * up` of `gate_up[rows, 2n]`, gate first; `[rows, n]`."""
         rows, n = gate_up.shape[0], gate_up.shape[1] // 2

@@ -63,8 +63,12 @@ class GpuOps:
         normed, total = add_rms_norm(delta, x, weight, eps, weight_offset=offset, round_first=offset == 0.0)
         return total, normed
 
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        return act_mul(gate_up, activation)
+    def gated(self, x: Tensor, product: Product, activation: str) -> Tensor:
+        weight, bias, packing = product.pieces[0]
+        if len(product.pieces) == 1 and packing is not None:
+            if packed_few.serves(x, weight, packing, bias, activation=activation):
+                return packed_few.packed_few(x, weight, packing, bias, activation=activation)
+        return act_mul(self.linear(x, product), activation)
 
     def rotary_tables(
         self, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype

@@ -81,8 +81,8 @@ class Ops(Protocol):
         """`x + delta`, and the norm of it; both `[rows, n]`."""
         ...
 
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """`activation(gate) * up` of `gate_up[rows, 2n]`; `[rows, n]`."""
+    def gated(self, x: Tensor, product: Product, activation: str) -> Tensor:
+        """`activation(gate) * up`, `[rows, n]`, of what `linear` gives: gate `[rows, n]`, then up."""
         ...
 
     def rotary_tables(

@@ -156,7 +156,7 @@ class Mlp:
         return ops.linear_add(self._inner(ops, x), self.down.product, total)
 
     def _inner(self, ops: Ops, x: Tensor) -> Tensor:
-        return ops.gate(self.gate_up(ops, x), self.activation)
+        return ops.gated(x, self.gate_up.product, self.activation)
 
 
 class Attention:
