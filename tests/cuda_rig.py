@@ -15,6 +15,7 @@ from torch import Tensor
 from kvboost.kernels.cuda import compiler, packed_few
 from kvboost.kernels.cuda.packed_few import PRODUCT, Around, FewTile, Gpu, Launch, definitions
 from kvboost.kernels.cuda.workspace import Workspace
+from kvboost.kernels.norm import RmsNorm
 from kvboost.weights.packing import Packing
 
 HOST = Path(__file__).parent / "cuda_host"
@@ -25,7 +26,13 @@ RTX = Gpu(24, 100 << 10, 99 << 10)
 def plan_of(tile: FewTile, packing: Packing, n: int, blocks_of_a_part: int, around: Around = PRODUCT) -> Launch:
     """A launch of so many blocks for each part of k."""
     buffers = 1 if -(-n // (16 * tile.tiles)) <= blocks_of_a_part else 2
-    return Launch(tile, blocks_of_a_part * tile.parts, buffers, tile.shared_bytes(packing, buffers), around)
+    return Launch(
+        tile,
+        blocks_of_a_part * tile.parts,
+        buffers,
+        tile.shared_bytes(packing, buffers, around),
+        around,
+    )
 
 
 def dirty_workspace() -> Workspace:
@@ -37,13 +44,14 @@ def dirty_workspace() -> Workspace:
 
 @dataclass
 class Case:
-    """One product: x `[rows, k]` and packed rows, and what is added to it."""
+    """One product: x `[rows, k]`, perhaps to be normalised, and packed rows, and what is added to it."""
 
     x: Tensor
     weight: Tensor
     packing: Packing
     bias: Tensor | None = None
     total: Tensor | None = None
+    norm: RmsNorm | None = None
 
     def exact(self) -> Tensor:
         """In float64, from the weights themselves."""
@@ -93,8 +101,9 @@ def built(case: Case, plan: Launch, folder: Path) -> Callable[..., Tensor]:
         out = torch.full((rows, width), torch.nan, dtype=case.x.dtype)
         if in_place:
             out.copy_(case.total)
-        pointers = map(packed_few._address, (case.x, case.weight, case.bias, out if in_place else case.total, out))
-        shape = packed_few.shape_of(case.x, case.weight, case.packing, plan)
+        total, norm = out if in_place else case.total, None if case.norm is None else case.norm.weight
+        pointers = map(packed_few._address, (case.x, case.weight, case.bias, total, norm, out))
+        shape = packed_few.shape_of(case.x, case.weight, case.packing, plan, case.norm)
         space = space or dirty_workspace()
         kernel.together, kernel.seed = together, seed
         kernel.launch(
