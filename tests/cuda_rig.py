@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kvboost.kernels.cuda import compiler, packed_few
-from kvboost.kernels.cuda.packed_few import FewTile, Gpu, Launch, definitions
+from kvboost.kernels.cuda.packed_few import PRODUCT, Around, FewTile, Gpu, Launch, definitions
 from kvboost.kernels.cuda.workspace import Workspace
+from kvboost.kernels.norm import RmsNorm
 from kvboost.weights.packing import Packing
 
 HOST = Path(__file__).parent / "cuda_host"
@@ -22,10 +23,16 @@ H200 = Gpu(132, 228 << 10, 227 << 10)
 RTX = Gpu(24, 100 << 10, 99 << 10)
 
 
-def plan_of(tile: FewTile, packing: Packing, n: int, blocks_of_a_part: int) -> Launch:
+def plan_of(tile: FewTile, packing: Packing, n: int, blocks_of_a_part: int, around: Around = PRODUCT) -> Launch:
     """A launch of so many blocks for each part of k."""
     buffers = 1 if -(-n // (16 * tile.tiles)) <= blocks_of_a_part else 2
-    return Launch(tile, blocks_of_a_part * tile.parts, buffers, tile.shared_bytes(packing, buffers))
+    return Launch(
+        tile,
+        blocks_of_a_part * tile.parts,
+        buffers,
+        tile.shared_bytes(packing, buffers, around),
+        around,
+    )
 
 
 def dirty_workspace() -> Workspace:
@@ -37,13 +44,14 @@ def dirty_workspace() -> Workspace:
 
 @dataclass
 class Case:
-    """One product: x `[rows, k]` and packed rows, and what is added to it."""
+    """One product: x `[rows, k]`, perhaps to be normalised, and packed rows, and what is added to it."""
 
     x: Tensor
     weight: Tensor
     packing: Packing
     bias: Tensor | None = None
     total: Tensor | None = None
+    norm: RmsNorm | None = None
 
     def exact(self) -> Tensor:
         """In float64, from the weights themselves."""
@@ -62,9 +70,11 @@ class HostKernel:
     At most `together` blocks run at a time; `seed` says which begin first and whose turn it is.
     """
 
-    def __init__(self, dtype: torch.dtype, packing: Packing, tile: FewTile, folder: Path) -> None:
+    def __init__(
+        self, dtype: torch.dtype, packing: Packing, tile: FewTile, folder: Path, around: Around = PRODUCT
+    ) -> None:
         library = folder / "packed_few.so"
-        made = definitions(dtype, packing.scheme, packing.group, tile)
+        made = definitions(dtype, packing.scheme, packing.group, tile, around)
         flags = [f"-D{name}={int(value)}" for name, value in made.items()]
         subprocess.run(
             ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *flags, f"-I{HOST}", f"-I{compiler.HERE}",
@@ -80,15 +90,20 @@ class HostKernel:
 
 
 def built(case: Case, plan: Launch, folder: Path) -> Callable[..., Tensor]:
-    """The kernel for a launch. Called with (case, space, together, seed) it answers the product, see `HostKernel`."""
-    kernel = HostKernel(case.x.dtype, case.packing, plan.tile, folder)
+    """The kernel for a launch. Called with (case, space, together, seed) it answers the product, see `HostKernel`; in_place:
+    in memory that began as the total."""
+    kernel = HostKernel(case.x.dtype, case.packing, plan.tile, folder, plan.around)
 
-    def product(case: Case, space: Workspace | None = None, together: int = 2, seed: int = 0) -> Tensor:
-        rows, n = case.x.shape[0], case.weight.shape[0]
-        out = torch.full((rows, n), torch.nan, dtype=case.x.dtype) if case.total is None else case.total.clone()
-        total = None if case.total is None else out
-        pointers = map(packed_few._address, (case.x, case.weight, case.bias, total, out))
-        shape = packed_few.shape_of(case.x, case.weight, case.packing, plan)
+    def product(
+        case: Case, space: Workspace | None = None, together: int = 2, seed: int = 0, in_place: bool = False
+    ) -> Tensor:
+        rows, width = case.x.shape[0], plan.around.width(case.weight.shape[0])
+        out = torch.full((rows, width), torch.nan, dtype=case.x.dtype)
+        if in_place:
+            out.copy_(case.total)
+        total, norm = out if in_place else case.total, None if case.norm is None else case.norm.weight
+        pointers = map(packed_few._address, (case.x, case.weight, case.bias, total, norm, out))
+        shape = packed_few.shape_of(case.x, case.weight, case.packing, plan, case.norm)
         space = space or dirty_workspace()
         kernel.together, kernel.seed = together, seed
         kernel.launch(

@@ -220,6 +220,10 @@ DEVICE u32 pick(u32 a, u32 b, u32 selector) {
 }
 
 DEVICE float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+DEVICE float divide(float a, float b) { return a / b; }
+DEVICE float exponential(float a) { return std::exp(a); }
+DEVICE float error_function(float a) { return std::erf(a); }
+DEVICE float reciprocal_root(float a) { return 1 / std::sqrt(a); }
 DEVICE float small_float(u32 value) { return (float)value; }
 DEVICE float from_half(u32 bits) { return host::half((u16)bits); }
 DEVICE float widen(u16 bits) { return BF16 ? host::as_float((u32)bits << 16) : host::half(bits); }
@@ -232,6 +236,11 @@ DEVICE u16 narrow(float f) {
     u16 out;
     std::memcpy(&out, &h, 2);
     return out;
+}
+
+DEVICE u32 narrow_pair(float a, float b) { return narrow(a) | (u32)narrow(b) << 16; }
+DEVICE u32 multiply_pairs(u32 a, u32 b) {
+    return narrow_pair(widen((u16)a) * widen((u16)b), widen((u16)(a >> 16)) * widen((u16)(b >> 16)));
 }
 
 DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -267,6 +276,7 @@ DEVICE float sum_over(float f, int lanes) {
 }
 
 DEVICE int uniform(int value) { return value; }
+DEVICE int afresh(int value) { return value; }
 DEVICE int thread() { return host::current; }
 DEVICE int block() { return host::block->x; }
 DEVICE int blocks() { return host::grid_x; }

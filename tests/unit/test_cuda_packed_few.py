@@ -66,6 +66,7 @@ def test_arithmetic(
     product = built(plain, plan_of(tile, packing, n, blocks), tmp_path)
     for case in (plain, added):
         assert ((product(case).double() - case.exact()).abs() <= case.bound()).all()
+    assert torch.equal(product(added, in_place=True), product(added))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
@@ -212,7 +213,7 @@ def test_a_kernel_that_cannot_be_had_is_told_once(
     monkeypatch.setattr(packed_few, "_failed", {})
     monkeypatch.setattr(packed_few, "_kernel", fails)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(packed_few, "_launch", lambda d, p, n, rows: Launch(launches[rows], 1, 1, 0))
+    monkeypatch.setattr(packed_few, "_launch", lambda d, p, n, rows, around: Launch(launches[rows], 1, 1, 0))
     for _ in range(3):
         for rows in range(1, 17):
             assert not packed_few._has_kernel(torch.device("cuda", 0), LARGE, packing, 64, rows)

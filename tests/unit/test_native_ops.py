@@ -15,6 +15,7 @@ from torch.nn.functional import gelu, linear, relu, silu
 from kvboost.kernels.native import build, threads
 from kvboost.kernels.native.build import NativeUnavailable
 from kvboost.kernels.native.library import unavailable
+from kvboost.kernels.norm import RmsNorm
 from kvboost.models.fused.cpu import CpuOps
 from kvboost.models.fused.ops import Piece, Product
 
@@ -60,16 +61,17 @@ def test_rms_norm(dtype: torch.dtype, offset: float, n: int) -> None:
     x, weight = torch.randn(5, 3 * n, dtype=dtype), torch.randn(n, dtype=dtype)
     grouped = x.view(5, 3, n)
     expected = LlamaLikeNorm()(grouped, weight, 1e-5, offset)
-    close(CpuOps().rms_norm(grouped, weight, 1e-5, offset), expected, dtype)
+    norm = RmsNorm(weight, 1e-5, offset)
+    close(CpuOps().rms_norm(grouped, norm), expected, dtype)
     inside = x.clone()
-    CpuOps().rms_norm(inside.view(5, 3, n), weight, 1e-5, offset, out=inside.view(5, 3, n))
+    CpuOps().rms_norm(inside.view(5, 3, n), norm, out=inside.view(5, 3, n))
     close(inside.view(5, 3, n), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_add_rms_norm(dtype: torch.dtype) -> None:
     x, delta, weight = torch.randn(6, 77, dtype=dtype), torch.randn(6, 77, dtype=dtype), torch.randn(77, dtype=dtype)
-    total, normed = CpuOps().add_rms_norm(x, delta, weight, 1e-6, 0.0)
+    total, normed = CpuOps().add_rms_norm(x, delta, RmsNorm(weight, 1e-6))
     assert torch.equal(total, x + delta)
     close(normed, LlamaLikeNorm()(x + delta, weight, 1e-6, 0.0), dtype)
 

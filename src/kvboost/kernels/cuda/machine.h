@@ -84,6 +84,27 @@ DEVICE u32 pick(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector)
 
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
+// To the last bit or two, as Triton has them.
+DEVICE float divide(float a, float b) {
+    float f;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(f) : "f"(a), "f"(b));
+    return f;
+}
+
+DEVICE float exponential(float a) {
+    float f;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(f) : "f"(a * 1.4426950408889634f));
+    return f;
+}
+
+DEVICE float error_function(float a) { return erff(a); }
+
+DEVICE float reciprocal_root(float a) {
+    float f;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(f) : "f"(a));
+    return f;
+}
+
 // An integer below 2 ** 23.
 DEVICE float small_float(u32 value) { return __uint_as_float(0x4b000000u | value) - 8388608.f; }
 
@@ -105,6 +126,25 @@ DEVICE u16 narrow(float f) {
         asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(f));
     else
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f));
+    return bits;
+}
+
+// Pairs of numbers, the first in the low half.
+DEVICE u32 narrow_pair(float a, float b) {
+    u32 bits;
+    if (BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(b), "f"(a));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(b), "f"(a));
+    return bits;
+}
+
+DEVICE u32 multiply_pairs(u32 a, u32 b) {
+    u32 bits;
+    if (BF16)
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(bits) : "r"(a), "r"(b), "r"(0x80008000u));
+    else
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(bits) : "r"(a), "r"(b));
     return bits;
 }
 
@@ -130,6 +170,12 @@ DEVICE float sum_over(float f, int lanes) {
 
 // A number that all threads of a warp have, told to the compiler.
 DEVICE int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+// The same number, of which the compiler keeps nothing that it made of it before.
+DEVICE int afresh(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
 
 DEVICE int thread() { return threadIdx.x; }
 DEVICE int block() { return blockIdx.x; }

@@ -1,5 +1,5 @@
 // y = x W^T + bias + total for a few rows of x and packed 4-bit W (kvboost/weights/packing.py), where reading W is all there is
-// to do.
+// to do; or of that, activation(first half) * second half.
 //
 // A block takes tiles of ROWS rows of W in turn. Its warps take turns along k, 128 weights of each of the rows in a step;
 // at the end of a tile their sums are added, in order. Codes go from memory straight into the registers that the matrix
@@ -16,13 +16,18 @@
 // the zero point are subtracted from sums, scales multiply sums, all in fp32: no weight is rounded. For that the sums of x
 // over groups are needed. What is subtracted may be some 10 times the result, of 2 ** 24.
 //
+// With an ACTIVATION rows of W are gates, then as many that they gate. Of each 16 rows of a tile 8 are gates and 8 their partners,
+// so a tile has all that its outputs need: half as many. With a NORM x is normalised on its way to shared memory, by each block
+// for itself; the norm's weight is there before x is.
+//
 // Compiled for: BF16 (else fp16), SCHEME (as in packed_codes.py), WORDS (4: groups of a multiple of 128 weights, 2: of 64,
 // 1: of 32), STEPS (of a group, with WORDS = 4), X_SHARED (at least so many rows x has, 1, 2, 4 or 8, and it is kept in
 // shared memory; 0: COLS * 8 rows of it at a time are read from the cache, where other warps find them, too), TILES, COLS,
 // WARPS, DEPTH (even with X_SHARED = 0), BLOCKS (at least so many at a time on a multiprocessor), PARTS (of k; `blocks()` is a
-// multiple of it, and there are that many steps at least).
+// multiple of it, and there are that many steps at least), ACTIVATION and NORM (as in elementwise.h, or NONE; the latter with
+// X_SHARED; both with PARTS = 1).
 #define THREADS (WARPS * 32)
-#include <machine.h>
+#include <elementwise.h>
 
 #define SYMMETRIC 0
 #define ZEROS 1
@@ -31,9 +36,13 @@
 
 constexpr int GROUPS = 4 / WORDS;  // groups in a step
 constexpr int ROWS = 16 * TILES;
-constexpr int OUTPUTS = ROWS * COLS * 8;
+constexpr bool GATED = ACTIVATION != NONE, PLAIN = !GATED && !NORM;
+constexpr int WIDTH = GATED ? ROWS / 2 : ROWS;  // outputs of a tile, for each row of x
+constexpr int OUTPUTS = WIDTH * COLS * 8;
 constexpr int PADDED = ROWS + 4;  // so that threads that store together use different banks
 constexpr int AT_ONCE = 4;       // pieces of x that a thread fetches before it waits for them
+constexpr int NORM_ROWS = NORM ? X_SHARED : 1;
+constexpr int UNITS = NORM_ROWS < AT_ONCE ? AT_ONCE / NORM_ROWS : 1;  // of each row, with a NORM
 constexpr u32 OFFSET = BF16 ? 128 : 64;
 constexpr u32 OFFSET_BYTE = BF16 ? 0x43 : 0x54;   // the upper half of its bits
 constexpr u32 CODE_BITS = BF16 ? 0x0f0f0f0fu : 0xf0f0f0f0u;  // where a code is worth itself in the lower half
@@ -41,10 +50,12 @@ constexpr u32 ONES = BF16 ? 0x3f803f80u : 0x3c003c00u;
 
 struct Shape {
     u64 row_bytes, x_bytes;  // from row to row
-    int rows, n, k;          // of x; of W
+    int rows, n, k;          // of x; outputs for each: rows of W, or half of them; of both
     int tail;                // bytes of shared memory for a row's scales and what is beside them: with PARTS = 1, all there are
     int scales_at, beside_at;
+    int factors_at;  // in shared memory, after sums of `buffers` tiles and what a NORM has there before
     int buffers;  // 1 where every block has one tile, else 2
+    float eps, offset;  // of the norm
 };
 
 DEVICE u32 word_at(const u8* at) { return *(const u32*)at; }
@@ -214,19 +225,21 @@ DEVICE void compute(const Codes (&codes)[TILES][2], const u8* factors, const u32
         }
 }
 
-// s.n is ROWS at least: the last tile begins ROWS before the end, and stores only what the tile before does not.
-// bias and total (like y, and possibly y itself) may be null. With PARTS > 1: partials [PARTS, rows of x, n]; counters of all
-// tiles and blocks of columns, zero before and after every launch. Launches that may overlap must not have the same.
-KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* total, u16* y, const Shape s, float* partials,
-                   u32* counters) {
+// s.n is WIDTH at least: the last tile begins WIDTH before the end, and stores only what the tile before does not.
+// bias and total (like y, and possibly y itself) may be null; norm: the weight of a NORM, [k]. With PARTS > 1: partials
+// [PARTS, rows of x, n]; counters of all tiles and blocks of columns, zero before and after every launch. Launches that may
+// overlap must not have the same.
+KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* total, const u8* norm, u16* y, const Shape s,
+                   float* partials, u32* counters) {
     SHARED_MEMORY(memory);
     typedef float TileSums[WARPS][COLS * 8][PADDED];
     constexpr int SUM_ROWS = X_SHARED > 2 ? X_SHARED : 2;
     const int tail = s.tail;
     TileSums* tile_sums = (TileSums*)memory;                  // for tiles in turn
-    u8* factors = memory + s.buffers * sizeof(TileSums);      // the same: ROWS * tail
+    u8* norm_shared = memory;                                 // before: with a NORM its weight, squares of rows, then warps
+    u8* factors = memory + s.factors_at;                      // for tiles in turn: ROWS * tail
     u8* x_shared = factors + s.buffers * ROWS * tail;         // X_SHARED rows, of the part
-    const int steps = s.k / 128, tiles = (s.n + ROWS - 1) / ROWS;
+    const int steps = s.k / 128, tiles = (s.n + WIDTH - 1) / WIDTH;
     const int x_row = PARTS == 1 ? s.k * 2 : (steps + PARTS - 1) / PARTS * 256;
     float* x_sums = (float*)(x_shared + X_SHARED * x_row);  // by groups, then SUM_ROWS
     const int warp = uniform(thread() / 32), lane = thread() % 32, g = lane / 4, t = lane % 4;
@@ -242,12 +255,13 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
     const int units = PARTS == 1 ? tail / 16 : scale_units + beside_units;
     const int to_beside = PARTS == 1 ? beside : beside + scales_from + scale_units * 16 - beside_from;
 
-    const auto first_row = [&](int tile) { return tile * ROWS < s.n - ROWS ? tile * ROWS : s.n - ROWS; };
+    const auto first_row = [&](int tile) { return tile * WIDTH < s.n - WIDTH ? tile * WIDTH : s.n - WIDTH; };
+    const auto beyond_first = [&](int r) { return GATED ? r / 16 * 8 + r % 8 + r / 8 % 2 * s.n : r; };  // row r of a tile
     const auto codes_at = [&](int tile) { return weight + first_row(tile) * s.row_bytes; };
     const auto copy_factors = [&](int tile, int turn) {
         const u8* from = codes_at(tile) + s.scales_at;
-        for (int i = thread(); i < ROWS * units; i += THREADS) {
-            const u8* row = from + i / units * s.row_bytes;
+        for (int i = PLAIN ? thread() : afresh(thread()); i < ROWS * units; i += THREADS) {
+            const u8* row = from + beyond_first(i / units) * s.row_bytes;
             const int unit = i % units, beyond = unit - scale_units;
             if (PARTS == 1)
                 copy16(factors + (turn * ROWS * units + i) * 16, row + unit * 16);
@@ -260,7 +274,7 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
     for (int i = 0; i < TILES; i++)
         for (int half = 0; half < 2; half++) {
             const int r = i * 16 + half * 8 + g;
-            to_codes[i][half] = r * (u32)s.row_bytes + t * 4 * WORDS;
+            to_codes[i][half] = beyond_first(r) * (u32)s.row_bytes + t * 4 * WORDS;
             to_factors[i][half] = r * tail;
         }
 
@@ -273,6 +287,8 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
                 for (int half = 0; half < 2; half++)
                     codes[d][i][half] = read_codes(here + (first + warp + d * WARPS) * 64 + to_codes[i][half]);
     copy_factors(place, 0);
+    if (NORM)
+        for (int i = thread(); i < s.k / 8; i += THREADS) copy16(norm_shared + i * 16, norm + i * 16);
 
     let_next_kernel_start();
     wait_for_kernel_before();
@@ -280,21 +296,63 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
     Inputs in[2][COLS] = {};  // without X_SHARED those of this step and of the next
     if (X_SHARED) {
         const int x_units = PARTS == 1 ? s.k / 8 : (last - first) * 16;
-        for (int start = 0; start < X_SHARED * x_units; start += AT_ONCE * THREADS) {  // all threads go round together
+        const auto keep = [&](const Quad& q, int r, int unit, bool exists) {  // by all threads of a warp together
+            const float sum = sum_over(sum_of(q), 4 * WORDS);
+            if (!exists) return;
+            const int at = (unit / 16 * 4 + quarter_of(unit % 16)) * X_SHARED + r;
+            *(Quad*)(x_shared + at * 64 + place_of(unit % 16) * 16) = q;
+            if (unit % (4 * WORDS) == 0) x_sums[unit / (4 * WORDS) * SUM_ROWS + r] = sum;
+        };
+        for (int start = 0; !NORM && start < X_SHARED * x_units; start += AT_ONCE * THREADS) {  // all threads go round together
             Quad q[AT_ONCE] = {};
             for (int j = 0; j < AT_ONCE; j++) {
                 const int i = start + j * THREADS + thread(), r = i / x_units;
                 if (r < s.rows) q[j] = load16(x + r * s.x_bytes + first * 256 + i % x_units * 16);
             }
             for (int j = 0; j < AT_ONCE; j++) {
-                const int i = start + j * THREADS + thread(), r = i / x_units, unit = i % x_units;
+                const int i = start + j * THREADS + thread(), r = i / x_units;
+                keep(q[j], r, i % x_units, r < X_SHARED);
+            }
+        }
+        if (NORM) {
+            Quad q[UNITS][NORM_ROWS];
+            const auto fetch = [&](int start) {
+                for (int u = 0; u < UNITS; u++)
+                    for (int r = 0; r < NORM_ROWS; r++) {
+                        const int unit = start + u * THREADS + thread();
+                        q[u][r] = unit < x_units && r < s.rows ? load16(x + r * s.x_bytes + unit * 16) : Quad{};
+                    }
+            };
+            float squares[NORM_ROWS] = {};
+            for (int start = 0; start < x_units; start += UNITS * THREADS) {
+                fetch(start);
+                for (int u = 0; u < UNITS; u++)
+                    for (int r = 0; r < NORM_ROWS; r++) squares[r] += squares_of(q[u][r]);
+            }
+            float* of_warps = (float*)(norm_shared + s.k * 2);
+            for (int r = 0; r < NORM_ROWS; r++) {
+                squares[r] = sum_over(squares[r], 32);
+                if (lane == 0) of_warps[r * WARPS + warp] = squares[r];
+            }
+            wait_for_copies();
+            wait_for_block();
+            float scale[NORM_ROWS];
+            for (int r = 0; r < NORM_ROWS; r++) {
                 float sum = 0;
-                for (int w = 0; w < 4; w++) sum += widen((u16)q[j].word[w]) + widen((u16)(q[j].word[w] >> 16));
-                sum = sum_over(sum, 4 * WORDS);
-                if (r >= X_SHARED) continue;
-                const int at = (unit / 16 * 4 + quarter_of(unit % 16)) * X_SHARED + r;
-                *(Quad*)(x_shared + at * 64 + place_of(unit % 16) * 16) = q[j];
-                if (unit % (4 * WORDS) == 0) x_sums[unit / (4 * WORDS) * SUM_ROWS + r] = sum;
+                for (int w = 0; w < WARPS; w++) sum += of_warps[r * WARPS + w];
+                scale[r] = reciprocal_root(divide(sum, s.k) + s.eps);
+            }
+            for (int start = 0; start < x_units; start += UNITS * THREADS) {
+                if (x_units > UNITS * THREADS) fetch(start);  // else it is still here
+                for (int u = 0; u < UNITS; u++) {
+                    const int unit = start + u * THREADS + thread();
+                    if (unit - lane >= x_units) break;
+                    const Quad weight = unit < x_units ? *(const Quad*)(norm_shared + unit * 16) : Quad{};
+                    for (int r = 0; r < NORM_ROWS; r++) {
+                        normalise(q[u][r], weight, scale[r], s.offset);
+                        keep(q[u][r], r, unit, unit < x_units);
+                    }
+                }
             }
         }
         x_at[0] = x_shared + g * 64 + t * (WORDS == 1 ? 8 : 16);
@@ -310,18 +368,20 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
 
     // Whether output `at` of a tile is the block's to store; then its row of W and its place in y.
     const auto is_ours = [&](int tile, int at, int& r, u64& to) {
-        const int column = first_column + at / ROWS;
-        r = first_row(tile) + at % ROWS;
+        const int column = first_column + at / WIDTH;
+        r = first_row(tile) + at % WIDTH;
         to = (u64)column * s.n + r;
-        return column < s.rows && r >= tile * ROWS;
+        return column < s.rows && r >= tile * WIDTH;
     };
-    const auto sum_of_warps = [&](int turn, int at) {
+    const auto sum_of_warps = [&](int turn, int at, int half = 0) {  // half: 1 for what output `at` gates
+        const int r = at % WIDTH;
         float sum = 0;
-        for (int w = 0; w < WARPS; w++) sum += tile_sums[turn][w][at / ROWS][at % ROWS];
+        for (int w = 0; w < WARPS; w++) sum += tile_sums[turn][w][at / WIDTH][GATED ? r / 8 * 16 + half * 8 + r % 8 : r];
         return sum;
     };
+    const auto biased = [&](float sum, int r) { return bias ? sum + widen(bias[r]) : sum; };
     const auto store = [&](u64 to, int r, float sum) {
-        if (bias) sum += widen(bias[r]);
+        sum = biased(sum, r);
         if (total) sum += widen(total[to]);
         y[to] = narrow(sum);
     };
@@ -387,8 +447,14 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
         int r;
         u64 to;
         if (PARTS == 1) {
-            for (int at = thread(); at < OUTPUTS; at += THREADS)
-                if (is_ours(tile, at, r, to)) store(to, r, sum_of_warps(turn, at));
+            for (int at = PLAIN ? thread() : afresh(thread()); at < OUTPUTS; at += THREADS) {
+                if (!is_ours(tile, at, r, to)) continue;
+                const float sum = sum_of_warps(turn, at);
+                if (GATED)
+                    y[to] = gated(biased(sum, r), biased(sum_of_warps(turn, at, 1), r + s.n));
+                else
+                    store(to, r, sum);
+            }
         } else if (warp == WARPS - 1) {
 #pragma unroll 1
             for (int at = lane; at < OUTPUTS; at += 32)

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvboost.kernels.cuda.compiler import CudaUnavailable, cubin
 from kvboost.kernels.cuda.driver import Kernel
 from kvboost.kernels.cuda.workspace import holds, prepare, workspace_of
+from kvboost.kernels.norm import RmsNorm
 from kvboost.weights.packing import Packing, Scheme
 
 log = logging.getLogger("kvboost")
@@ -44,8 +45,32 @@ WORTH_SPLITTING = 1.1
 RESERVED_BYTES = 1024
 """Of shared memory, for every block."""
 
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
+"""The numbers of elementwise.h."""
+
 SCHEMES = {Scheme.SYMMETRIC: 0, Scheme.ZEROS: 1, Scheme.MINIMUM: 4, Scheme.TWO_LEVEL: 5}
 """The numbers of packed_few.cu."""
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a launch computes beside its product. activation: one of `ACTIVATIONS`, of the first half of its columns, times
+    the second half. norm: of x, and how it rounds; a number of elementwise.h."""
+
+    activation: str | None = None
+    norm: int = 0
+
+    @classmethod
+    def of(cls, norm: RmsNorm | None, activation: str | None) -> Around:
+        return cls(activation, 0 if norm is None else 1 if norm.round_first else 2)
+
+    def width(self, n: int) -> int:
+        """Columns of the result, with so many rows of the weight."""
+        return n // 2 if self.activation else n
+
+
+PRODUCT = Around()
+"""Nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +102,17 @@ class FewTile:
             return whole
         return (-(-whole * self.steps(packing) * STEP // packing.k) + 80) // 16 * 16 | 16
 
-    def shared_bytes(self, packing: Packing, buffers: int) -> int:
+    def sums_bytes(self, packing: Packing, buffers: int, around: Around) -> int:
+        """For the sums of a tile by each warp; before there are any, for the weight of a norm and the squares of rows."""
+        sums = buffers * self.warps * 8 * self.cols * (16 * self.tiles + 4) * 4
+        return max(sums, packing.k * 2 + -(-self.warps * self.x_shared // 4) * 16) if around.norm else sums
+
+    def shared_bytes(self, packing: Packing, buffers: int, around: Around = PRODUCT) -> int:
         """As packed_few.cu divides shared memory."""
-        rows = 16 * self.tiles
-        sums = self.warps * 8 * self.cols * (rows + 4) * 4
-        factors = rows * self.tail_bytes(packing)
+        factors = buffers * 16 * self.tiles * self.tail_bytes(packing)
         k = self.steps(packing) * STEP
         x = self.x_shared * k * 2 + k // min(STEP, packing.group) * max(2, self.x_shared) * 4
-        return buffers * (sums + factors) + (x if self.x_shared else 0)
+        return self.sums_bytes(packing, buffers, around) + factors + (x if self.x_shared else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +124,7 @@ class Launch:
     blocks: int
     buffers: int
     shared_bytes: int
+    around: Around = PRODUCT
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,26 +149,44 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         ("row_bytes", ctypes.c_uint64), ("x_bytes", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("rows", "n", "k", "tail", "scales_at", "beside_at", "buffers")),
+        *((name, ctypes.c_int) for name in ("rows", "n", "k", "tail", "scales_at", "beside_at", "factors_at",
+                                           "buffers")),
+        ("eps", ctypes.c_float), ("offset", ctypes.c_float),
     )  # fmt: skip
 
 
-def shape_of(x: Tensor, weight: Tensor, packing: Packing, plan: Launch) -> Shape:
+def shape_of(x: Tensor, weight: Tensor, packing: Packing, plan: Launch, norm: RmsNorm | None = None) -> Shape:
     return Shape(
-        row_bytes=weight.stride(0), x_bytes=x.stride(0) * x.element_size(), rows=x.shape[0], n=weight.shape[0],
-        k=packing.k, tail=plan.tile.tail_bytes(packing), scales_at=packing.scales_at, beside_at=packing.beside_at,
-        buffers=plan.buffers,
+        row_bytes=weight.stride(0), x_bytes=x.stride(0) * x.element_size(), rows=x.shape[0],
+        n=plan.around.width(weight.shape[0]), k=packing.k, tail=plan.tile.tail_bytes(packing), scales_at=packing.scales_at,
+        beside_at=packing.beside_at,
+        factors_at=plan.tile.sums_bytes(packing, plan.buffers, plan.around), buffers=plan.buffers,
+        eps=norm.eps if norm else 0.0, offset=norm.offset if norm else 0.0,
     )  # fmt: skip
 
 
-def serves(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> bool:
-    """Whether `packed_few` can compute this product here; otherwise the Triton kernel does, or says what is wrong."""
+def serves(
+    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None, *,
+    norm: RmsNorm | None = None, activation: str | None = None,
+) -> bool:  # fmt: skip
+    """Whether `packed_few` can compute this here; otherwise other kernels do, or say what is wrong."""
     return (
         x.device.type == "cuda"
         and _fit_each_other(x, weight, packing, bias)
         and knows(packing)
-        and _has_kernel(x.device, x.dtype, packing, weight.shape[0], x.shape[0])
+        and (norm is None or _normalises(norm, x))
+        and (activation is None or _has_halves(weight, activation))
+        and _has_kernel(x.device, x.dtype, packing, weight.shape[0], x.shape[0], Around.of(norm, activation))
     )
+
+
+def _normalises(norm: RmsNorm, x: Tensor) -> bool:
+    return _like_a_row(norm.weight, x, (x.shape[1],)) and norm.weight.data_ptr() % 16 == 0
+
+
+def _has_halves(weight: Tensor, activation: str) -> bool:
+    """Whether the kernel can gate one half of such a weight by the other, from which it is 32 bits away."""
+    return activation in ACTIVATIONS and weight.shape[0] % 2 == 0 and weight.shape[0] * weight.stride(0) < 1 << 32
 
 
 def _fit_each_other(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None) -> bool:
@@ -169,31 +216,47 @@ def packed_few(
     bias: Tensor | None = None,
     *,
     total: Tensor | None = None,
+    out: Tensor | None = None,
+    norm: RmsNorm | None = None,
+    activation: str | None = None,
     tile: FewTile | None = None,
 ) -> Tensor:
     """`x [rows, k] @ W.T + bias [n]` in bf16 or fp16, summed in fp32 and rounded once; for what `serves` tells.
 
-    weight: uint8 `[n, packing.row_bytes]`. total: contiguous `[rows, n]`; the product is added to it, in place, and it is
-    returned. tile overrides the rule. The weight is read ahead of the kernel before, so that must not have written it. Raises
-    `CudaUnavailable` when the kernel cannot be compiled or launched, ValueError for a `total` or `tile` that does not fit.
+    weight: uint8 `[n, packing.row_bytes]`. total: contiguous `[rows, n]`, to which the product is added, in place unless there
+    is an `out`. norm: of x first, rounded where `rms_norm` rounds (elementwise.py), with sums in another order. activation: `silu`, `gelu_tanh` or `gelu`; the result is `act_mul` of the rounded product (elementwise.py), not
+    added to a total, `[rows, n / 2]`. out: contiguous, where the result is stored and which is returned. tile overrides the rule.
+    The weight and the norm's are read ahead of the kernel before, so that must not have written them. Raises `CudaUnavailable` when the kernel
+    cannot be compiled or launched, ValueError for a `total`, `out` or `tile` that does not fit.
     """
-    rows, n = x.shape[0], weight.shape[0]
-    if total is not None and not _like_a_row(total, x, (rows, n)):
-        raise ValueError(
-            f"total {tuple(total.shape)} in {total.dtype} must be a contiguous [{rows}, {n}] in {x.dtype}."
-        )
-    if tile is not None and not _can(tile, packing, n, rows):
-        raise ValueError(f"{tile} does not serve {rows} rows of x and {n} of the weight.")
+    rows, n, around = x.shape[0], weight.shape[0], Around.of(norm, activation)
+    if total is not None and activation is not None:
+        raise ValueError(f"activation={activation!r} is taken of the product alone, without a total.")
+    for name, given in (("total", total), ("out", out)):
+        if given is not None and not _like_a_row(given, x, (rows, around.width(n))):
+            raise ValueError(
+                f"{name} {tuple(given.shape)} in {given.dtype} must be a contiguous [{rows}, {around.width(n)}] "
+                f"in {x.dtype}."
+            )
+    if tile is not None and not _can(tile, packing, n, rows, around):
+        raise ValueError(f"{tile} does not serve {rows} rows of x and {n} of the weight with {around}.")
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            return packed_few(x, weight, packing, bias, total=total, tile=tile)
-    plan = _launch(x.device, packing, n, rows) if tile is None else planned(tile, packing, n, Gpu.of(x.device))
+            return packed_few(
+                x, weight, packing, bias, total=total, out=out, norm=norm, activation=activation, tile=tile
+            )
+    if tile is None:
+        plan = _launch(x.device, packing, n, rows, around)
+    else:
+        plan = planned(tile, packing, n, Gpu.of(x.device), around)
     if plan is None:
-        raise ValueError(f"this GPU has no kernel for {rows} rows of x and {n} of the weight.")
-    kernel = _kernel(x.device, x.dtype, packing.scheme, packing.group, plan.tile)
-    out = x.new_empty(rows, n) if total is None else total
+        raise ValueError(f"this GPU has no kernel for {rows} rows of x and {n} of the weight with {around}.")
+    kernel = _kernel(x.device, x.dtype, packing.scheme, packing.group, plan.tile, around)
+    if out is None:
+        out = x.new_empty(rows, around.width(n)) if total is None else total
     space = workspace_of(x.device) if plan.tile.parts > 1 else (None, None)
-    pointers, shape = map(_address, (x, weight, bias, total, out)), shape_of(x, weight, packing, plan)
+    pointers = map(_address, (x, weight, bias, total, None if norm is None else norm.weight, out))
+    shape = shape_of(x, weight, packing, plan, norm)
     grid = (plan.blocks, -(-rows // (8 * plan.tile.cols)))
     kernel.launch(grid, plan.shared_bytes, (*pointers, shape, *map(_address, space)))
     return out
@@ -203,10 +266,12 @@ def _address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
 
 
-def _can(tile: FewTile, packing: Packing, n: int, rows: int) -> bool:
-    """Whether a tile serves so many rows of the weight and of x."""
-    split = tile.parts == 1 or (tile.parts <= packing.k // STEP and holds(tile.parts, rows, n))
-    return n >= 16 * tile.tiles and (not tile.x_shared or rows <= tile.x_shared) and split
+def _can(tile: FewTile, packing: Packing, n: int, rows: int, around: Around = PRODUCT) -> bool:
+    """Whether a tile serves so many rows of the weight and of x. Rows are normalised on their way to shared memory; and parts of
+    k are joined for the product alone, as what follows a norm or is gated seldom has few tiles of long rows."""
+    split = tile.parts == 1 or (around == PRODUCT and tile.parts <= packing.k // STEP and holds(tile.parts, rows, n))
+    kept = rows <= tile.x_shared if tile.x_shared else not around.norm
+    return n >= 16 * tile.tiles and kept and split
 
 
 def chosen_tile(packing: Packing, n: int, rows: int, gpu: Gpu) -> FewTile:
@@ -233,8 +298,8 @@ def chosen_tile(packing: Packing, n: int, rows: int, gpu: Gpu) -> FewTile:
     return FewTile(2, 1, 8, 2, 2, 0) if rows <= 8 else FewTile(2, 2, 4, 2, 2, 0)
 
 
-def _fits(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> bool:
-    return tile.blocks * (planned(tile, packing, n, gpu).shared_bytes + RESERVED_BYTES) <= gpu.shared_bytes
+def _fits(tile: FewTile, packing: Packing, n: int, gpu: Gpu, around: Around = PRODUCT) -> bool:
+    return tile.blocks * (planned(tile, packing, n, gpu, around).shared_bytes + RESERVED_BYTES) <= gpu.shared_bytes
 
 
 def _busy(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> float:
@@ -244,37 +309,41 @@ def _busy(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> float:
     return tiles * (packing.k // STEP) / (rounds * together * steps * tile.warps * tile.parts)
 
 
-def planned(tile: FewTile, packing: Packing, n: int, gpu: Gpu) -> Launch:
+def planned(tile: FewTile, packing: Packing, n: int, gpu: Gpu, around: Around = PRODUCT) -> Launch:
     """As many blocks as the GPU holds at a time, or one for each part of a tile."""
     tiles = -(-n // (16 * tile.tiles))
     for buffers in (1, 2):
-        shared = tile.shared_bytes(packing, buffers)
+        shared = tile.shared_bytes(packing, buffers, around)
         together = gpu.processors * max(1, min(tile.blocks, gpu.shared_bytes // (shared + RESERVED_BYTES)))
         of_a_part = max(1, together // tile.parts)
         if tiles <= of_a_part:
-            return Launch(tile, tiles * tile.parts, buffers, shared)
-    return Launch(tile, of_a_part * tile.parts, 2, shared)
+            return Launch(tile, tiles * tile.parts, buffers, shared, around)
+    return Launch(tile, of_a_part * tile.parts, 2, shared, around)
 
 
 @lru_cache(maxsize=4096)
-def _launch(device: torch.device, packing: Packing, n: int, rows: int) -> Launch | None:
-    """None where the GPU or the weight is too small for it."""
+def _launch(device: torch.device, packing: Packing, n: int, rows: int, around: Around = PRODUCT) -> Launch | None:
+    """None where the GPU or the weight is too small for it, or where a norm would leave room for fewer blocks."""
     if torch.cuda.get_device_capability(device) < CAPABILITY:
         return None
     gpu = Gpu.of(device)
-    plan = planned(chosen_tile(packing, n, rows, gpu), packing, n, gpu)
-    return plan if n >= 16 * plan.tile.tiles and plan.shared_bytes <= gpu.block_shared_bytes else None
+    tile = chosen_tile(packing, n, rows, gpu)
+    plan = planned(tile, packing, n, gpu, around)
+    fits = plan.shared_bytes <= gpu.block_shared_bytes and (not around.norm or _fits(tile, packing, n, gpu, around))
+    return plan if fits and _can(tile, packing, n, rows, around) else None
 
 
-_failed: dict[tuple[torch.device, torch.dtype, Scheme, int, FewTile], str] = {}
+_failed: dict[tuple[torch.device, torch.dtype, Scheme, int, FewTile, Around], str] = {}
 """Kernels that could not be had, and why; they are not tried again."""
 
 
-def _has_kernel(device: torch.device, dtype: torch.dtype, packing: Packing, n: int, rows: int) -> bool:
-    plan = _launch(device, packing, n, rows)
+def _has_kernel(
+    device: torch.device, dtype: torch.dtype, packing: Packing, n: int, rows: int, around: Around = PRODUCT
+) -> bool:
+    plan = _launch(device, packing, n, rows, around)
     if plan is None:
         return False
-    key = (device, dtype, packing.scheme, packing.group, plan.tile)
+    key = (device, dtype, packing.scheme, packing.group, plan.tile, around)
     if key in _failed:
         return False
     try:
@@ -292,17 +361,22 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, packing: Packing, n: i
 
 
 @cache
-def _kernel(device: torch.device, dtype: torch.dtype, scheme: Scheme, group: int, tile: FewTile) -> Kernel:
+def _kernel(
+    device: torch.device, dtype: torch.dtype, scheme: Scheme, group: int, tile: FewTile, around: Around
+) -> Kernel:
     with torch.cuda.device(device):
-        code = cubin(SOURCE, definitions(dtype, scheme, group, tile), torch.cuda.get_device_capability(device))
+        code = cubin(SOURCE, definitions(dtype, scheme, group, tile, around), torch.cuda.get_device_capability(device))
         return Kernel(code, "packed_few", tile.warps * 32, Gpu.of(device).block_shared_bytes)
 
 
-def definitions(dtype: torch.dtype, scheme: Scheme, group: int, tile: FewTile) -> dict[str, int]:
+def definitions(
+    dtype: torch.dtype, scheme: Scheme, group: int, tile: FewTile, around: Around = PRODUCT
+) -> dict[str, int]:
     """What packed_few.cu is compiled for."""
     wide = group % STEP == 0
     return {
         "BF16": dtype is torch.bfloat16, "SCHEME": SCHEMES[scheme], "WORDS": 4 if wide else group // 32,
         "STEPS": group // STEP if wide else 1, "TILES": tile.tiles, "COLS": tile.cols, "WARPS": tile.warps,
         "DEPTH": tile.depth, "BLOCKS": tile.blocks, "X_SHARED": tile.x_shared, "PARTS": tile.parts,
+        "ACTIVATION": ACTIVATIONS[around.activation], "NORM": around.norm,
     }  # fmt: skip

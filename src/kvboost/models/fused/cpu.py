@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvboost.kernels.native import linear as native
 from kvboost.kernels.native.library import ACTIVATIONS, Layer, NormWeight, load
+from kvboost.kernels.norm import RmsNorm
 from kvboost.models.fused import parts
 from kvboost.models.fused.ops import MixtureOps, Piece, Product
 from kvboost.weights.compute import packed_linear
@@ -23,8 +24,10 @@ class CpuOps:
     def __init__(self) -> None:
         self._lib = load()
 
-    def linear(self, x: Tensor, product: Product) -> Tensor:
-        """`x[rows, k]` times the weights, `[rows, n]`."""
+    def linear(self, x: Tensor, product: Product, norm: RmsNorm | None = None) -> Tensor:
+        """`x[rows, k]`, normalised by `norm` if there is one, times the weights; `[rows, n]`."""
+        if norm is not None:
+            x = self.rms_norm(x.unsqueeze(1), norm).squeeze(1)
         if 0 < x.shape[0] <= native.rows_max(x.dtype, product.pieces) and x.stride(1) == 1:
             if product.native is None:
                 product.native = native.weights_of(product.pieces, x.dtype)
@@ -32,8 +35,8 @@ class CpuOps:
         outs = [_many_rows(x, piece) for piece in product.pieces]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor | None = None) -> Tensor:
-        """Normalise each of `x[rows, groups, n]` over n and scale by `weight[n] + offset`. Groups lie n apart.
+    def rms_norm(self, x: Tensor, norm: RmsNorm, out: Tensor | None = None) -> Tensor:
+        """Normalise each of `x[rows, groups, n]` over n. Groups lie n apart.
 
         `out` may be x itself.
         """
@@ -41,24 +44,30 @@ class CpuOps:
         if out is None:
             out = x.new_empty(rows, groups, n)
         self._lib.kvb_rms_norm(
-            x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0),
-            rows, groups, n, eps, offset, _threads(),
+            x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), norm.weight.data_ptr(), out.data_ptr(),
+            out.stride(0), rows, groups, n, norm.eps, norm.offset, _threads(),
         )  # fmt: skip
         return out
 
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, delta: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
         """`x + delta`, and the norm of it. `[rows, n]`, contiguous."""
         total, out = torch.empty_like(x), torch.empty_like(x)
         self._lib.kvb_add_rms_norm(
-            x.dtype == torch.bfloat16, x.data_ptr(), delta.data_ptr(), weight.data_ptr(), total.data_ptr(),
-            out.data_ptr(), *x.shape, eps, offset, _threads(),
+            x.dtype == torch.bfloat16, x.data_ptr(), delta.data_ptr(), norm.weight.data_ptr(),
+            total.data_ptr(), out.data_ptr(), *x.shape, norm.eps, norm.offset, _threads(),
         )  # fmt: skip
         return total, out
 
     def linear_add(self, x: Tensor, product: Product, total: Tensor) -> Tensor:
         return total.add_(self.linear(x, product))
+
+    def linear_add_norm(
+        self, x: Tensor, product: Product, residual: Tensor, norm: RmsNorm
+    ) -> tuple[Tensor, Tensor, None]:
+        return *self.add_rms_norm(residual, self.linear(x, product), norm), None
+
+    def gated(self, x: Tensor, product: Product, activation: str, norm: RmsNorm | None = None) -> Tensor:
+        return self.gate(self.linear(x, product, norm), activation)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """`activation(gate) * up` of `gate_up[rows, 2n]`, gate first; `[rows, n]`."""
@@ -88,7 +97,7 @@ class CpuLayer:
         self._layer_idx = layer.attention.layer_idx
         attention = layer.attention
         options = attention.options
-        dtype = layer.before.weight.dtype
+        dtype = layer.before.rms.weight.dtype
         linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
         weights = [native.weights_of(linear.product.pieces, dtype) for linear in linears]
         self._is_bf16 = dtype == torch.bfloat16
@@ -132,7 +141,8 @@ class CpuLayer:
 def _norm(norm: parts.Norm | None) -> NormWeight:
     if norm is None:
         return NormWeight()
-    return NormWeight(norm.weight.data_ptr(), norm.eps, norm.offset, norm.weight.numel())
+    rms = norm.rms
+    return NormWeight(rms.weight.data_ptr(), rms.eps, rms.offset, rms.weight.numel())
 
 
 def _many_rows(x: Tensor, piece: Piece) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvboost.kernels.norm import RmsNorm
 from kvboost.models.fused.ops import MixtureOps, Ops, Piece, Product
 from kvboost.models.fused.parts import Held, activation_of, hooked
 
@@ -139,6 +140,6 @@ class Mixture:
         _, weights, index = self.router(ops, x)
         return self.experts(x, index, weights, residual)
 
-    def add_to(self, ops: Ops, total: Tensor, x: Tensor) -> Tensor:
-        """`total` plus what a call gives."""
-        return self(ops, x, total)
+    def add_to(self, ops: Ops, total: Tensor, x: Tensor, norm: RmsNorm | None) -> Tensor:
+        """`total` plus what a call gives, normalised first if there is a norm: router and experts take the same."""
+        return self(ops, x if norm is None else ops.rms_norm(x.unsqueeze(1), norm).squeeze(1), total)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kvboost.kernels.cuda import packed_few
+from kvboost.kernels.norm import RmsNorm
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
 from kvboost.kernels.triton.experts import better_left_to_torch, routed_experts, tokens_of_each_tile
 from kvboost.kernels.triton.rotary_tables import rotary_tables
@@ -42,31 +45,44 @@ class GpuOps:
 
     mixtures: MixtureOps | None = GpuMixtures()
 
-    def linear(self, x: Tensor, product: Product) -> Tensor:
+    def linear(self, x: Tensor, product: Product, norm: RmsNorm | None = None) -> Tensor:
+        if norm is not None:
+            few = _by_few(x, product, norm=norm)
+            return self.linear(_normed(x, norm), product) if few is None else few()
         parts = [_piece(x, piece) for piece in product.pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def gated(self, x: Tensor, product: Product, activation: str, norm: RmsNorm | None = None) -> Tensor:
+        if (few := _by_few(x, product, norm=norm, activation=activation)) is not None:
+            return few()
+        if norm is not None:
+            return self.gated(_normed(x, norm), product, activation)
+        return act_mul(self.linear(x, product), activation)
+
     def linear_add(self, x: Tensor, product: Product, total: Tensor) -> Tensor:
+        if (few := _by_few(x, product)) is not None:
+            return few(total=total)
         weight, bias, packing = product.pieces[0]
-        if packing is not None and len(product.pieces) == 1 and packed_few.serves(x, weight, packing, bias):
-            return packed_few.packed_few(x, weight, packing, bias, total=total)
         if packing is None and len(product.pieces) == 1 and faster_than_cublas(x, weight):
             return skinny_linear(x, weight, bias, total=total)
         if len(product.pieces) > 1 or bias is not None or packing is not None:
             return total.add_(self.linear(x, product))
         return torch.addmm(total, x, weight.T, out=total)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor | None = None) -> Tensor:
-        return rms_norm(x, weight, eps, weight_offset=offset, round_first=offset == 0.0, out=out)
+    def linear_add_norm(
+        self, x: Tensor, product: Product, residual: Tensor, norm: RmsNorm
+    ) -> tuple[Tensor, Tensor, RmsNorm | None]:
+        if residual.is_contiguous() and (few := _by_few(x, product)) is not None:
+            total = few(total=residual, out=torch.empty_like(residual))
+            return total, total, norm
+        normed, total = add_rms_norm(
+            self.linear(x, product), residual, norm.weight, norm.eps,
+            weight_offset=norm.offset, round_first=norm.round_first,
+        )  # fmt: skip
+        return total, normed, None
 
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float
-    ) -> tuple[Tensor, Tensor]:
-        normed, total = add_rms_norm(delta, x, weight, eps, weight_offset=offset, round_first=offset == 0.0)
-        return total, normed
-
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        return act_mul(gate_up, activation)
+    def rms_norm(self, x: Tensor, norm: RmsNorm, out: Tensor | None = None) -> Tensor:
+        return _normed(x, norm, out)
 
     def rotary_tables(
         self, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
@@ -76,6 +92,18 @@ class GpuOps:
     def compile_layer(self, layer: Any) -> None:
         """None: a CUDA graph makes one launch of the whole step."""
         return None
+
+
+def _by_few(x: Tensor, product: Product, **around: Any) -> Callable[..., Tensor] | None:
+    """The product by `packed_few`, with what is computed around it, or None where that does not serve it."""
+    weight, bias, packing = product.pieces[0]
+    if len(product.pieces) > 1 or packing is None or not packed_few.serves(x, weight, packing, bias, **around):
+        return None
+    return partial(packed_few.packed_few, x, weight, packing, bias, **around)
+
+
+def _normed(x: Tensor, norm: RmsNorm, out: Tensor | None = None) -> Tensor:
+    return rms_norm(x, norm.weight, norm.eps, weight_offset=norm.offset, round_first=norm.round_first, out=out)
 
 
 def _piece(x: Tensor, piece: Piece) -> Tensor:

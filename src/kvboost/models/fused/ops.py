@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvboost.kernels.native.linear import Piece
+from kvboost.kernels.norm import RmsNorm
 
 
 class Product:
@@ -62,27 +63,28 @@ class Ops(Protocol):
 
     mixtures: MixtureOps | None
 
-    def linear(self, x: Tensor, product: Product) -> Tensor:
-        """`x[rows, k]` times the weights, `[rows, n]`."""
+    def linear(self, x: Tensor, product: Product, norm: RmsNorm | None = None) -> Tensor:
+        """`x[rows, k]`, normalised by `norm` if there is one, times the weights; `[rows, n]`."""
+        ...
+
+    def gated(self, x: Tensor, product: Product, activation: str, norm: RmsNorm | None = None) -> Tensor:
+        """`activation(gate) * up`, `[rows, n]`, of what `linear` gives: gate `[rows, n]`, then up."""
         ...
 
     def linear_add(self, x: Tensor, product: Product, total: Tensor) -> Tensor:
-        """`total[rows, n]` plus `linear(x, product)`, in the memory of `total`. Where one call of cuBLAS does both, the
-        product is not rounded before it is added."""
+        """`total[rows, n]` plus `linear(x, product)`, in the memory of `total`. Where one call does both, the product is not
+        rounded before it is added."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor | None = None) -> Tensor:
-        """Each of `x[rows, groups, n]` normalised over n, times `weight[n] + offset`; `out` may be x."""
+    def linear_add_norm(
+        self, x: Tensor, product: Product, residual: Tensor, norm: RmsNorm
+    ) -> tuple[Tensor, Tensor, RmsNorm | None]:
+        """`residual[rows, n]` plus `linear(x, product)` in other memory, and its norm. The norm is left to what takes it, where
+        that may do it by the way: then the sum comes twice, with `norm`; else the sum, the normalised sum, and None."""
         ...
 
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float
-    ) -> tuple[Tensor, Tensor]:
-        """`x + delta`, and the norm of it; both `[rows, n]`."""
-        ...
-
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """`activation(gate) * up` of `gate_up[rows, 2n]`; `[rows, n]`."""
+    def rms_norm(self, x: Tensor, norm: RmsNorm, out: Tensor | None = None) -> Tensor:
+        """Each of `x[rows, groups, n]` normalised over n; `out` may be x."""
         ...
 
     def rotary_tables(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from kvboost.kernels.norm import RmsNorm
 from kvboost.models.fused.ops import Ops, Piece, Product
 from kvboost.weights.modules import PackedLinear
 from kvboost.weights.packing import Packing
@@ -97,9 +98,7 @@ class Norm:
     """RMS norm over the last dimension."""
 
     def __init__(self, module: nn.Module, offset: float, held: Held) -> None:
-        self.weight = held.add(module, "weight")
-        self.eps = _eps(module) or 0.0
-        self.offset = offset
+        self.rms = RmsNorm(held.add(module, "weight"), _eps(module) or 0.0, offset)
 
     @staticmethod
     def candidates(module: nn.Module, held: Callable[[], Held]) -> list[tuple[Norm, Held]]:
@@ -115,13 +114,13 @@ class Norm:
         return found
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
-        return ops.rms_norm(x.unsqueeze(1), self.weight, self.eps, self.offset).squeeze(1)
+        return ops.rms_norm(x.unsqueeze(1), self.rms).squeeze(1)
 
     def heads(self, ops: Ops, part: Tensor) -> None:
         """Normalise the heads of `part[rows, heads * dim]` in place; a weight as wide as `part` takes them together."""
-        n = self.weight.numel()
+        n = self.rms.weight.numel()
         view = part.as_strided((part.shape[0], part.shape[1] // n, n), (part.stride(0), n, 1))
-        ops.rms_norm(view, self.weight, self.eps, self.offset, out=view)
+        ops.rms_norm(view, self.rms, out=view)
 
 
 class Mlp:
@@ -151,12 +150,12 @@ class Mlp:
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         return self.down(ops, self._inner(ops, x))
 
-    def add_to(self, ops: Ops, total: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, ops: Ops, total: Tensor, x: Tensor, norm: RmsNorm | None) -> Tensor:
         """`total` plus what a call gives, in the memory of `total`."""
-        return ops.linear_add(self._inner(ops, x), self.down.product, total)
+        return ops.linear_add(self._inner(ops, x, norm), self.down.product, total)
 
-    def _inner(self, ops: Ops, x: Tensor) -> Tensor:
-        return ops.gate(self.gate_up(ops, x), self.activation)
+    def _inner(self, ops: Ops, x: Tensor, norm: RmsNorm | None = None) -> Tensor:
+        return ops.gated(x, self.gate_up.product, self.activation, norm)
 
 
 class Attention:
@@ -195,14 +194,20 @@ class Attention:
         self.options = options
 
     def __call__(self, ops: Ops, step: PackedStep, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        qkv = self.qkv(ops, x)
+        return self.out(ops, self.heads(ops, step, x, rotary))
+
+    def heads(
+        self, ops: Ops, step: PackedStep, x: Tensor, rotary: tuple[Tensor, Tensor] | None, norm: RmsNorm | None = None
+    ) -> Tensor:
+        """What the output projection takes, `[rows, q_heads * v_dim]`; norm: of x."""
+        qkv = ops.linear(x, self.qkv.product, norm)
         q_norm, k_norm = self.norms
         if q_norm is not None:
             q_norm.heads(ops, qkv[:, : self.q_width])
         if k_norm is not None:
             k_norm.heads(ops, qkv[:, self.q_width : self.q_width + self.k_width])
         out = step.attend_packed(self.layer_idx, qkv, self.q_heads, rotary, **self.options)
-        return self.out(ops, out.reshape(x.shape[0], -1))
+        return out.reshape(x.shape[0], -1)
 
 
 class Rotary:
@@ -248,8 +253,8 @@ class FeedForward(Protocol):
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor: ...
 
-    def add_to(self, ops: Ops, total: Tensor, x: Tensor) -> Tensor:
-        """`total` plus what a call gives; it may be in the memory of `total`."""
+    def add_to(self, ops: Ops, total: Tensor, x: Tensor, norm: RmsNorm | None) -> Tensor:
+        """`total` plus what a call gives to x, normalised if there is a norm; it may be in the memory of `total`."""
         ...
 
 
@@ -260,10 +265,9 @@ class Layer:
         self.before, self.attention, self.between, self.mlp = before, attention, between, mlp
 
     def __call__(self, ops: Ops, step: PackedStep, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        attended = self.attention(ops, step, self.before(ops, x), rotary)
-        norm = self.between
-        total, normed = ops.add_rms_norm(x, attended, norm.weight, norm.eps, norm.offset)
-        return self.mlp.add_to(ops, total, normed)
+        heads = self.attention.heads(ops, step, x, rotary, self.before.rms)
+        total, inner, norm = ops.linear_add_norm(heads, self.attention.out.product, x, self.between.rms)
+        return self.mlp.add_to(ops, total, inner, norm)
 
 
 def _joined(parameters: Sequence[Any]) -> Tensor:
