@@ -114,3 +114,15 @@ def built(case: Case, plan: Launch, folder: Path) -> Callable[..., Tensor]:
         return out
 
     return product
+
+
+def nearly_equal(out: Tensor, want: Tensor, often: float = 0.02, beside: float = 0.0) -> None:
+    """Up to one unit in the last place, and `beside` times such a unit of the root mean square; and the same bits but for a share
+    of `often`: both take the same steps but for the last bit of an exponential, of a root, or of a sum in fp32."""
+    assert out.shape == want.shape and out.dtype == want.dtype and out.isfinite().all()
+    info = torch.finfo(out.dtype)
+    wide = want.double()
+    apart = (out.double() - wide).abs()
+    allowed = wide.abs() + beside * wide.square().mean().sqrt() + info.smallest_normal
+    assert (apart <= allowed * info.eps).all(), float((apart / allowed).max() / info.eps)
+    assert (apart > 0).double().mean() <= often, float((apart > 0).double().mean())

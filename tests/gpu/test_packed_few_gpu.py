@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from cuda_rig import nearly_equal
 from packed_rig import packing_id, random_rows
 from triton_rig import close
 
@@ -15,7 +16,8 @@ pytest.importorskip("triton")
 
 from kvboost.kernels.cuda import workspace
 from kvboost.kernels.cuda.packed_few import FewTile, Gpu, chosen_tile, packed_few, planned, serves
-from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm
+from kvboost.kernels.norm import RmsNorm
+from kvboost.kernels.triton.elementwise import ACTIVATIONS, act_mul, add_rms_norm, rms_norm
 from kvboost.kernels.triton.packed import packed_product
 from kvboost.weights.packing import Packing, Scheme
 
@@ -50,6 +52,11 @@ def test_product(packing: Packing, dtype: torch.dtype) -> None:
             want = want + total
             close(packed_few(x, weight, packing, bias, total=total), want, (n, rows, "total"))
             close(total, want, (n, rows, "in place"))
+            other = torch.empty_like(total)
+            close(
+                packed_few(x, weight, packing, bias, total=total, out=other), want + product(x, weight, packing, bias)
+            )
+            close(total, want, (n, rows, "left alone"))
 
 
 @pytest.mark.parametrize("n, k", [(55_296, 5120), (5120, 27_648), (7168, 5120)])
@@ -94,6 +101,97 @@ def test_kernels_that_start_early_wait_for_their_inputs(inner: int, rows: int) -
         graph.replay()
         assert torch.equal(out, want)
     assert torch.equal(run(False), want)
+
+
+def normalised(x: Tensor, norm: RmsNorm) -> Tensor:
+    return rms_norm(x, norm.weight, norm.eps, weight_offset=norm.offset, round_first=norm.round_first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packing", PACKINGS, ids=packing_id)
+def test_norms_and_gates(packing: Packing, dtype: torch.dtype) -> None:
+    """As the kernels that do it alone, around the product by the same tile. With more than 4 rows norms are left to those."""
+    gpu = Gpu.of(torch.device("cuda", torch.cuda.current_device()))
+    turn = 0
+    for width in (16, 307, 2560):
+        weight, bias = random_rows(packing, 2 * width, device="cuda"), torch.randn(2 * width, device="cuda").to(dtype)
+        for rows in ROWS:
+            tile = chosen_tile(packing, 2 * width, rows, gpu)
+            activation, offset = ACTIVATIONS[turn % 3], float(turn % 2)
+            turn += 1
+            x = torch.randn(rows, packing.k, device="cuda").to(dtype)
+            norm = RmsNorm(torch.randn(packing.k, device="cuda").to(dtype), 1e-6, offset)
+            if serves(x, weight, packing, bias, activation=activation):
+                want = act_mul(packed_few(x, weight, packing, bias, tile=tile), activation)
+                nearly_equal(packed_few(x, weight, packing, bias, activation=activation), want)
+            else:
+                assert tile.parts > 1 or 2 * width < 16 * tile.tiles, (width, rows)
+            if not serves(x, weight, packing, bias, norm=norm, activation=activation):
+                assert rows > 4 or tile.parts > 1 or not tile.x_shared or gpu.shared_bytes < 200 << 10, (width, rows)
+                continue
+            normed = normalised(x, norm)
+            want = packed_few(normed, weight, packing, bias, tile=tile)
+            close(packed_few(x, weight, packing, bias, norm=norm), product(normed, weight, packing, bias))
+            nearly_equal(packed_few(x, weight, packing, bias, norm=norm), want, 0.1, 0.5)
+            both = packed_few(x, weight, packing, bias, norm=norm, activation=activation)
+            nearly_equal(both, act_mul(want, activation), 0.15, 0.5)
+            assert torch.equal(both, packed_few(x, weight, packing, bias, norm=norm, activation=activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_squares_that_every_order_adds_alike(dtype: torch.dtype) -> None:
+    """Of small integers, so nothing but the last bit of a root may differ from `rms_norm`."""
+    packing = Packing(Scheme.ZEROS, 4, 5120, 128)
+    weight = random_rows(packing, 7168, device="cuda")
+    norm = RmsNorm(torch.randn(5120, device="cuda").to(dtype), 1e-6)
+    for rows in (1, 2, 3, 4):
+        x = torch.randint(-9, 10, (rows, 5120), device="cuda").to(dtype)
+        out = packed_few(x, weight, packing, norm=norm)
+        nearly_equal(out, packed_few(normalised(x, norm), weight, packing), 0.05, 0.5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("inner", [3584, 16_384])
+def test_norms_wait_for_their_rows(inner: int, rows: int) -> None:
+    """Layers of two launches, of which each starts while the one before runs, in a graph; against the same with a wait after each,
+    where every layer answers as kernels do that normalise, multiply and gate one after the other."""
+    down, up = Packing(Scheme.ZEROS, 4, inner, 128), Packing(Scheme.ZEROS, 4, 1024, 128)
+    first, second = random_rows(up, 2 * inner, 1, "cuda"), random_rows(down, 1024, 2, "cuda")
+    norm = RmsNorm(torch.rand(1024, device="cuda").half() + 0.5, 1e-6)
+    start = torch.randn(rows, 1024, device="cuda").half()
+    tile = chosen_tile(up, 2 * inner, rows, Gpu.of(start.device))
+    assert serves(start, first, up, norm=norm, activation="silu")
+
+    def layer(x: Tensor, pause: bool) -> Tensor:
+        hidden = packed_few(x, first, up, norm=norm, activation="silu")
+        if pause:
+            torch.cuda.synchronize()
+        return packed_few(hidden, second, down, total=x, out=torch.empty_like(x))
+
+    want = start
+    for _ in range(20):
+        hidden = packed_few(want, first, up, norm=norm, activation="silu")
+        torch.cuda.synchronize()
+        apart = act_mul(packed_few(normalised(want, norm), first, up, tile=tile), "silu")
+        nearly_equal(hidden, apart, 0.15, 0.5)
+        want = layer(want, True)
+        torch.cuda.synchronize()
+    assert want.isfinite().all()
+
+    def run() -> Tensor:
+        x = start
+        for _ in range(20):
+            x = layer(x, False)
+        return x
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    before = start.clone()
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(out, want)
+    assert torch.equal(run(), want) and torch.equal(start, before)
 
 
 SPLIT = [Packing(Scheme.ZEROS, 4, 27_648, 128), Packing(Scheme.ZEROS, 4, 9600, 640), Packing(Scheme.ZEROS, 4, 4224, 64),

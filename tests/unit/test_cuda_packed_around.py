@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from cuda_rig import H200, Case, built, plan_of
+from cuda_rig import H200, Case, built, nearly_equal, plan_of
 from kvboost.kernels.cuda import compiler, packed_few
 from kvboost.kernels.cuda.packed_few import PRODUCT, Around, FewTile, Gpu, chosen_tile, definitions
 from kvboost.kernels.norm import RmsNorm
@@ -28,16 +27,6 @@ from kvboost.kernels.triton.elementwise import act_mul, rms_norm
 pytestmark = [interpreted, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 
 SMALL, LARGE = torch.bfloat16, torch.float16
-
-
-def nearly_equal(out: Tensor, want: Tensor) -> None:
-    """Up to one unit in the last place of a few numbers: both take the same steps but for the last bit of an exponential, of a
-    root, or of a sum in fp32."""
-    assert out.shape == want.shape and out.dtype == want.dtype and out.isfinite().all()
-    info = torch.finfo(out.dtype)
-    apart = (out.double() - want.double()).abs()
-    assert (apart <= want.double().abs() * info.eps + info.smallest_normal * info.eps).all()
-    assert (apart > 0).double().mean() <= 0.02
 
 
 GATED = [
