@@ -38,11 +38,11 @@ constexpr int GROUPS = 4 / WORDS;  // groups in a step
 constexpr int ROWS = 16 * TILES;
 constexpr bool GATED = ACTIVATION != NONE, PLAIN = !GATED && !NORM;
 constexpr int WIDTH = GATED ? ROWS / 2 : ROWS;  // outputs of a tile, for each row of x
-constexpr int OUTPUTS = WIDTH * COLS * 8;
 constexpr int PADDED = ROWS + 4;  // so that threads that store together use different banks
 constexpr int AT_ONCE = 4;       // pieces of x that a thread fetches before it waits for them
-constexpr int NORM_ROWS = NORM ? X_SHARED : 1;
-constexpr int UNITS = NORM_ROWS < AT_ONCE ? AT_ONCE / NORM_ROWS : 1;  // of each row, with a NORM
+constexpr int X_ROWS = X_SHARED ? X_SHARED : 1;
+constexpr int UNITS = X_ROWS < AT_ONCE ? AT_ONCE / X_ROWS : 1;  // of each row
+constexpr int LANES = 16;        // threads that copy the factors of a row: most rows have no more units of 16 bytes
 constexpr u32 OFFSET = BF16 ? 128 : 64;
 constexpr u32 OFFSET_BYTE = BF16 ? 0x43 : 0x54;   // the upper half of its bits
 constexpr u32 CODE_BITS = BF16 ? 0x0f0f0f0fu : 0xf0f0f0f0u;  // where a code is worth itself in the lower half
@@ -237,7 +237,7 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
     const int tail = s.tail;
     TileSums* tile_sums = (TileSums*)memory;                  // for tiles in turn
     u8* norm_shared = memory;                                 // before: with a NORM its weight, squares of rows, then warps
-    u8* factors = memory + s.factors_at;                      // for tiles in turn: ROWS * tail
+    u8* factors = memory + (s.factors_at & ~15);             // for tiles in turn: ROWS * tail; the compiler must know that it is aligned
     u8* x_shared = factors + s.buffers * ROWS * tail;         // X_SHARED rows, of the part
     const int steps = s.k / 128, tiles = (s.n + WIDTH - 1) / WIDTH;
     const int x_row = PARTS == 1 ? s.k * 2 : (steps + PARTS - 1) / PARTS * 256;
@@ -260,14 +260,15 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
     const auto codes_at = [&](int tile) { return weight + first_row(tile) * s.row_bytes; };
     const auto copy_factors = [&](int tile, int turn) {
         const u8* from = codes_at(tile) + s.scales_at;
-        for (int i = PLAIN ? thread() : afresh(thread()); i < ROWS * units; i += THREADS) {
-            const u8* row = from + beyond_first(i / units) * s.row_bytes;
-            const int unit = i % units, beyond = unit - scale_units;
-            if (PARTS == 1)
-                copy16(factors + (turn * ROWS * units + i) * 16, row + unit * 16);
-            else
-                copy16(factors + (turn * ROWS + i / units) * tail + unit * 16,
-                       row + (beyond < 0 ? scales_from + unit * 16 : beside_from + beyond * 16));
+        const int me = PLAIN ? thread() : afresh(thread());
+        for (int r = me / LANES; r < ROWS; r += THREADS / LANES) {
+            const u8* row = from + beyond_first(r) * s.row_bytes;
+            u8* to = factors + (turn * ROWS + r) * tail;
+            for (int unit = me % LANES; unit < units; unit += LANES) {
+                const int beyond = unit - scale_units;
+                const int at = PARTS == 1 ? unit * 16 : beyond < 0 ? scales_from + unit * 16 : beside_from + beyond * 16;
+                copy16(to + unit * 16, row + at);
+            }
         }
     };
     u32 to_codes[TILES][2], to_factors[TILES][2];
@@ -303,41 +304,38 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
             *(Quad*)(x_shared + at * 64 + place_of(unit % 16) * 16) = q;
             if (unit % (4 * WORDS) == 0) x_sums[unit / (4 * WORDS) * SUM_ROWS + r] = sum;
         };
-        for (int start = 0; !NORM && start < X_SHARED * x_units; start += AT_ONCE * THREADS) {  // all threads go round together
-            Quad q[AT_ONCE] = {};
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int i = start + j * THREADS + thread(), r = i / x_units;
-                if (r < s.rows) q[j] = load16(x + r * s.x_bytes + first * 256 + i % x_units * 16);
+        Quad q[UNITS][X_ROWS];
+        const auto fetch = [&](int start) {
+            for (int u = 0; u < UNITS; u++)
+                for (int r = 0; r < X_ROWS; r++) {
+                    const int unit = start + u * THREADS + thread();
+                    q[u][r] = unit < x_units && r < s.rows ? load16(x + r * s.x_bytes + first * 256 + unit * 16) : Quad{};
+                }
+        };
+        if (!NORM)
+            for (int start = 0; start < x_units; start += UNITS * THREADS) {
+                fetch(start);
+                for (int u = 0; u < UNITS; u++) {
+                    const int unit = start + u * THREADS + thread();
+                    for (int r = 0; r < X_ROWS; r++) keep(q[u][r], r, unit, unit < x_units);
+                }
             }
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int i = start + j * THREADS + thread(), r = i / x_units;
-                keep(q[j], r, i % x_units, r < X_SHARED);
-            }
-        }
         if (NORM) {
-            Quad q[UNITS][NORM_ROWS];
-            const auto fetch = [&](int start) {
-                for (int u = 0; u < UNITS; u++)
-                    for (int r = 0; r < NORM_ROWS; r++) {
-                        const int unit = start + u * THREADS + thread();
-                        q[u][r] = unit < x_units && r < s.rows ? load16(x + r * s.x_bytes + unit * 16) : Quad{};
-                    }
-            };
-            float squares[NORM_ROWS] = {};
+            float squares[X_ROWS] = {};
             for (int start = 0; start < x_units; start += UNITS * THREADS) {
                 fetch(start);
                 for (int u = 0; u < UNITS; u++)
-                    for (int r = 0; r < NORM_ROWS; r++) squares[r] += squares_of(q[u][r]);
+                    for (int r = 0; r < X_ROWS; r++) squares[r] += squares_of(q[u][r]);
             }
             float* of_warps = (float*)(norm_shared + s.k * 2);
-            for (int r = 0; r < NORM_ROWS; r++) {
+            for (int r = 0; r < X_ROWS; r++) {
                 squares[r] = sum_over(squares[r], 32);
                 if (lane == 0) of_warps[r * WARPS + warp] = squares[r];
             }
             wait_for_copies();
             wait_for_block();
-            float scale[NORM_ROWS];
-            for (int r = 0; r < NORM_ROWS; r++) {
+            float scale[X_ROWS];
+            for (int r = 0; r < X_ROWS; r++) {
                 float sum = 0;
                 for (int w = 0; w < WARPS; w++) sum += of_warps[r * WARPS + w];
                 scale[r] = reciprocal_root(divide(sum, s.k) + s.eps);
@@ -348,7 +346,7 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
                     const int unit = start + u * THREADS + thread();
                     if (unit - lane >= x_units) break;
                     const Quad weight = unit < x_units ? *(const Quad*)(norm_shared + unit * 16) : Quad{};
-                    for (int r = 0; r < NORM_ROWS; r++) {
+                    for (int r = 0; r < X_ROWS; r++) {
                         normalise(q[u][r], weight, scale[r], s.offset);
                         keep(q[u][r], r, unit, unit < x_units);
                     }
@@ -366,12 +364,13 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
     wait_for_copies();
     wait_for_block();
 
-    // Whether output `at` of a tile is the block's to store; then its row of W and its place in y.
+    // Outputs of a tile that x has rows for. Whether one, `at`, is the block's to store; then its row of W and its place in y.
+    const int columns = s.rows - first_column < COLS * 8 ? s.rows - first_column : COLS * 8, outputs = columns * WIDTH;
     const auto is_ours = [&](int tile, int at, int& r, u64& to) {
         const int column = first_column + at / WIDTH;
         r = first_row(tile) + at % WIDTH;
         to = (u64)column * s.n + r;
-        return column < s.rows && r >= tile * WIDTH;
+        return r >= tile * WIDTH;
     };
     const auto sum_of_warps = [&](int turn, int at, int half = 0) {  // half: 1 for what output `at` gates
         const int r = at % WIDTH;
@@ -391,7 +390,7 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
         tile -= places;
         if (arrive(counters + block_of_columns() * tiles + tile, PARTS - 1) != PARTS - 1) return;
 #pragma unroll 1
-        for (int at = lane; at < OUTPUTS; at += 32) {
+        for (int at = lane; at < outputs; at += 32) {
             int r;
             u64 to;
             if (!is_ours(tile, at, r, to)) continue;
@@ -447,7 +446,7 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
         int r;
         u64 to;
         if (PARTS == 1) {
-            for (int at = PLAIN ? thread() : afresh(thread()); at < OUTPUTS; at += THREADS) {
+            for (int at = PLAIN ? thread() : afresh(thread()); at < outputs; at += THREADS) {
                 if (!is_ours(tile, at, r, to)) continue;
                 const float sum = sum_of_warps(turn, at);
                 if (GATED)
@@ -457,7 +456,7 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
             }
         } else if (warp == WARPS - 1) {
 #pragma unroll 1
-            for (int at = lane; at < OUTPUTS; at += 32)
+            for (int at = lane; at < outputs; at += 32)
                 if (is_ours(tile, at, r, to)) publish(partials + part * part_size + to, sum_of_warps(turn, at));
         }
     }
