@@ -1,4 +1,5 @@
-"""Products of a few rows with packed 4-bit weights: `packed_few.cu`, compiled for the case at hand and launched."""
+"""Products of a few rows with packed 4-bit weights: `packed_few.cu`, compiled for the case at hand and launched. A norm of the
+rows, a gate or a residual may be part of it."""
 
 from __future__ import annotations
 
@@ -223,11 +224,12 @@ def packed_few(
 ) -> Tensor:
     """`x [rows, k] @ W.T + bias [n]` in bf16 or fp16, summed in fp32 and rounded once; for what `serves` tells.
 
-    weight: uint8 `[n, packing.row_bytes]`. total: contiguous `[rows, n]`, to which the product is added, in place unless there
-    is an `out`. norm: of x first, rounded where `rms_norm` rounds (elementwise.py), with sums in another order. activation: `silu`, `gelu_tanh` or `gelu`; the result is `act_mul` of the rounded product (elementwise.py), not
-    added to a total, `[rows, n / 2]`. out: contiguous, where the result is stored and which is returned. tile overrides the rule.
-    The weight and the norm's are read ahead of the kernel before, so that must not have written them. Raises `CudaUnavailable` when the kernel
-    cannot be compiled or launched, ValueError for a `total`, `out` or `tile` that does not fit.
+    weight: uint8 `[n, packing.row_bytes]`. norm: of x first, rounded where `rms_norm` of triton/elementwise.py rounds; its squares
+    are added in another order. activation: `silu`, `gelu_tanh` or `gelu`; the result, `[rows, n / 2]`, is what `act_mul` makes of
+    the rounded product. total: contiguous `[rows, n]`, to which the product is added, in place unless there is an `out`; not with
+    an activation. out: contiguous, not x, where the result is stored and which is returned. tile overrides the rule. The weight
+    and that of the norm are read ahead of the kernel before, so that must not have written them. Raises `CudaUnavailable` when
+    the kernel cannot be compiled or launched, ValueError for a `total`, `out` or `tile` that does not fit.
     """
     rows, n, around = x.shape[0], weight.shape[0], Around.of(norm, activation)
     if total is not None and activation is not None:
