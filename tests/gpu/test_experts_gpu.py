@@ -38,7 +38,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def test_every_tile_equals_the_definition(
     top: int, experts: int, hidden: int, inner: int, routed: str, dtype: torch.dtype
 ) -> None:
-    for tokens in {*tokens_of_each_tile(top, experts, dtype, torch.device("cuda", 0)), 1, 7, 129}:
+    for tokens in {*tokens_of_each_tile(top, experts), 1, 7, 129}:
         case = Mixture(tokens, top, experts, hidden, inner, routed)
         inputs = build(case, dtype, "cuda")
         out = routed_experts(**inputs)

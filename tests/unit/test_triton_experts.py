@@ -120,7 +120,7 @@ def test_inputs_may_be_parts_of_others() -> None:
 
 
 def test_tiles_follow_the_number_of_pairs() -> None:
-    sizes = tokens_of_each_tile(8, 128, torch.float32, torch.device("cpu"))
+    sizes = tokens_of_each_tile(8, 128)
     assert sizes[-1] == 1 and len(sizes) == len(
         {chosen_tile(t, 8, 128) for t in range(1, 3000, 7)} | {chosen_tile(1, 8, 128)}
     )

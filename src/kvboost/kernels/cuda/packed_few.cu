@@ -236,8 +236,8 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
     constexpr int SUM_ROWS = X_SHARED > 2 ? X_SHARED : 2;
     const int tail = s.tail;
     TileSums* tile_sums = (TileSums*)memory;                  // for tiles in turn
-    u8* norm_shared = memory;                                 // before: with a NORM its weight, squares of rows, then warps
-    u8* factors = memory + (s.factors_at & ~15);             // for tiles in turn: ROWS * tail; the compiler must know that it is aligned
+    u8* norm_shared = memory;                                 // until then: a NORM's weight, and squares by rows, then warps
+    u8* factors = memory + (s.factors_at & ~15);  // for tiles in turn: ROWS * tail; that it is aligned saves 14 instructions a step
     u8* x_shared = factors + s.buffers * ROWS * tail;         // X_SHARED rows, of the part
     const int steps = s.k / 128, tiles = (s.n + WIDTH - 1) / WIDTH;
     const int x_row = PARTS == 1 ? s.k * 2 : (steps + PARTS - 1) / PARTS * 256;
@@ -258,6 +258,7 @@ KERNEL(packed_few)(const u8* x, const u8* weight, const u16* bias, const u16* to
     const auto first_row = [&](int tile) { return tile * WIDTH < s.n - WIDTH ? tile * WIDTH : s.n - WIDTH; };
     const auto beyond_first = [&](int r) { return GATED ? r / 16 * 8 + r % 8 + r / 8 % 2 * s.n : r; };  // row r of a tile
     const auto codes_at = [&](int tile) { return weight + first_row(tile) * s.row_bytes; };
+    // `afresh` below: addresses that wait for the end of a tile would take registers of its steps, and these are used up.
     const auto copy_factors = [&](int tile, int turn) {
         const u8* from = codes_at(tile) + s.scales_at;
         const int me = PLAIN ? thread() : afresh(thread());

@@ -1,4 +1,5 @@
-"""Products of a few rows with packed 4-bit weights: `packed_few.cu`, compiled for the case at hand and launched."""
+"""Products of a few rows with packed 4-bit weights: `packed_few.cu`, compiled for the case at hand and launched. A norm of the
+rows, a gate or a residual may be part of it."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ STEP = 128
 MUCH_X = 32 << 10
 """Bytes of x in shared memory from which fewer, larger blocks are faster, because each fetches all of x."""
 
-FEWEST_STEPS = 4
-"""Of a warp in its part of a row, which ends with a barrier and the joining of sums; so rows of 8,192 weights may be split."""
+FEWEST_STEPS = 32
+"""Of a block in its part of a row, which ends with a barrier and the joining of sums; so rows of 8,192 weights may be split."""
 
 FEW_TILES = 4
 """For each block that the GPU holds; from so many on at least 4 blocks of 5 are always busy, and rows are not split."""
@@ -223,11 +224,12 @@ def packed_few(
 ) -> Tensor:
     """`x [rows, k] @ W.T + bias [n]` in bf16 or fp16, summed in fp32 and rounded once; for what `serves` tells.
 
-    weight: uint8 `[n, packing.row_bytes]`. total: contiguous `[rows, n]`, to which the product is added, in place unless there
-    is an `out`. norm: of x first, rounded where `rms_norm` rounds (elementwise.py), with sums in another order. activation: `silu`, `gelu_tanh` or `gelu`; the result is `act_mul` of the rounded product (elementwise.py), not
-    added to a total, `[rows, n / 2]`. out: contiguous, where the result is stored and which is returned. tile overrides the rule.
-    The weight and the norm's are read ahead of the kernel before, so that must not have written them. Raises `CudaUnavailable` when the kernel
-    cannot be compiled or launched, ValueError for a `total`, `out` or `tile` that does not fit.
+    weight: uint8 `[n, packing.row_bytes]`. norm: of x first, rounded where `rms_norm` of triton/elementwise.py rounds; its squares
+    are added in another order. activation: `silu`, `gelu_tanh` or `gelu`; the result, `[rows, n / 2]`, is what `act_mul` makes of
+    the rounded product. total: contiguous `[rows, n]`, to which the product is added, in place unless there is an `out`; not with
+    an activation. out: contiguous, not x, where the result is stored and which is returned. tile overrides the rule. The weight
+    and that of the norm are read ahead of the kernel before, so that must not have written them. Raises `CudaUnavailable` when
+    the kernel cannot be compiled or launched, ValueError for a `total`, `out` or `tile` that does not fit.
     """
     rows, n, around = x.shape[0], weight.shape[0], Around.of(norm, activation)
     if total is not None and activation is not None:
@@ -282,14 +284,14 @@ def chosen_tile(packing: Packing, n: int, rows: int, gpu: Gpu) -> FewTile:
     """
     if rows <= 4:
         kept = 1 << (rows - 1).bit_length()
-        small, wide = FewTile(1, 1, 8, 3, 3, kept), FewTile(2, 1, 8, 2, 2, kept)
+        small, wide = FewTile(1, 1, 8, 3, 3, kept), FewTile(2, 1, 8, 3, 2, kept)
         tiles = [small, wide]
         if kept * packing.k * 2 > MUCH_X:
             tiles = [FewTile(1, 1, 12, 2, 2, kept)]
-        split = wide if rows <= 2 else small
-        if n <= FEW_TILES * 16 * split.tiles * gpu.processors * split.blocks:
-            most = packing.k // (STEP * FEWEST_STEPS * split.warps)
-            tiles += [replace(split, parts=parts) for parts in range(2, most + 1)]
+        for split in (FewTile(2, 1, 4, 3, 4, kept), wide) if rows <= 2 else (small,):
+            if n <= FEW_TILES * 16 * split.tiles * gpu.processors * split.blocks:
+                most = packing.k // (STEP * FEWEST_STEPS)
+                tiles += [replace(split, parts=parts) for parts in range(2, most + 1)]
         fitting = [tile for tile in tiles if _can(tile, packing, n, rows) and _fits(tile, packing, n, gpu)]
         if fitting:
             return max(

@@ -34,9 +34,6 @@ FEW_PAIRS = 32
 CHOICES_TOGETHER = 32
 """Weight rows of one program of the few pairs' second product, over all experts of a token."""
 
-MAX_TOKENS = 1024
-"""Beyond, torch's grouped product takes over where it is fast (`better_left_to_torch`)."""
-
 SORT_BLOCK = 4096
 """Pairs that a program of the sort looks at together."""
 
@@ -98,18 +95,9 @@ def chosen_tile(tokens: int, top: int, experts: int) -> ExpertsTile:
     return ExpertsTile(128, ProductTile(64, 64, 4, 3), ProductTile(128, 64, 4, 3))
 
 
-def tokens_of_each_tile(top: int, experts: int, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+def tokens_of_each_tile(top: int, experts: int) -> tuple[int, ...]:
     """A number of tokens for every tile that `chosen_tile` may choose, the fewest of powers of two."""
-    powers = [tokens for tokens in (1 << i for i in range(17)) if not better_left_to_torch(tokens, dtype, device)]
-    return tuple({chosen_tile(tokens, top, experts): tokens for tokens in reversed(powers)}.values())
-
-
-def better_left_to_torch(tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's grouped product is at least as fast: for many tokens, where it need not wait for the device. It
-    has a kernel for bf16 from compute capability 9.0 on, and elsewhere reads the offsets on the host."""
-    if tokens <= MAX_TOKENS or dtype is not torch.bfloat16 or device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return tuple({chosen_tile(1 << i, top, experts): 1 << i for i in reversed(range(17))}.values())
 
 
 def _one_by_one(

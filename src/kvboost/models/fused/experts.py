@@ -58,7 +58,7 @@ class Experts:
         top, device = top_k_index.shape[1], hidden_states.device
         scale = hidden_states.float().square().mean().sqrt()
         generator = torch.Generator().manual_seed(0)
-        for tokens in self.by.tokens(top, count, hidden_states):
+        for tokens in self.by.tokens(top, count):
             x = torch.randn(tokens, width, generator=generator).to(device) * scale
             scores, index = torch.randn(tokens, count, generator=generator).topk(top, dim=-1)
             weights = scores.softmax(-1).to(device, top_k_weights.dtype)
@@ -131,10 +131,6 @@ class Mixture:
 
     def __init__(self, router: Router, experts: Experts) -> None:
         self.router, self.experts = router, experts
-
-    def serves(self, x: Tensor) -> bool:
-        """Whether these are the better way for `x [T, H]`."""
-        return self.experts.by.serves(x)
 
     def __call__(self, ops: Ops, x: Tensor, residual: Tensor | None = None) -> Tensor:
         _, weights, index = self.router(ops, x)

@@ -129,8 +129,8 @@ class _Builder:
             return
         call = self._calls[module][-1]
 
-        def answer(step: Any, args: Any, kwargs: Any) -> Tensor | None:
-            return experts(*args, **kwargs) if experts.by.serves(_input(args, kwargs)) else None
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor:
+            return experts(*args, **kwargs)
 
         trials = [Call(inputs, {}) for inputs in experts.trials(*call.args, **call.kwargs)]
         if self._put(module, held, answer, "experts", trials):
@@ -165,10 +165,9 @@ class _Builder:
         mixture, ops = Mixture(router, experts), self._ops
         held = Held([entry for child in children.values() for entry in self._held[child].entries])  # type: ignore[index]
 
-        def answer(step: Any, args: Any, kwargs: Any) -> Tensor | None:
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor:
             x = _input(args, kwargs)
-            rows = x.view(-1, x.shape[-1])
-            return mixture(ops, rows).view(x.shape) if mixture.serves(rows) else None
+            return mixture(ops, x.view(-1, x.shape[-1])).view(x.shape)
 
         if self._put(module, held, answer, "mixtures"):
             self._mlps[module] = mixture
@@ -221,11 +220,9 @@ class _Builder:
         held = Held([entry for child in children.values() for entry in self._held[child].entries])  # type: ignore[index]
         ops, whole = self._ops, self._ops.compile_layer(layer)
 
-        def answer(step: Any, args: Any, kwargs: Any) -> Tensor | None:
+        def answer(step: Any, args: Any, kwargs: Any) -> Tensor:
             x = _input(args, kwargs)
             x, rotary = x[0], _rotary(step, args, kwargs)
-            if not layer.mlp.serves(x):
-                return None
             out = None if whole is None else whole(step, x, rotary)
             return (layer(ops, step, x, rotary) if out is None else out).unsqueeze(0)
 

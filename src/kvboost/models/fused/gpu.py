@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from kvboost.kernels.cuda import packed_few
 from kvboost.kernels.norm import RmsNorm
 from kvboost.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
-from kvboost.kernels.triton.experts import better_left_to_torch, routed_experts, tokens_of_each_tile
+from kvboost.kernels.triton.experts import routed_experts, tokens_of_each_tile
 from kvboost.kernels.triton.rotary_tables import rotary_tables
 from kvboost.kernels.triton.router import route
 from kvboost.kernels.triton.skinny import faster_than_cublas, skinny_linear
@@ -24,11 +24,8 @@ from kvboost.weights.compute import packed_linear
 class GpuMixtures:
     """See `MixtureOps`."""
 
-    def serves(self, x: Tensor) -> bool:
-        return not better_left_to_torch(x.shape[0], x.dtype, x.device)
-
-    def tokens(self, top: int, experts: int, x: Tensor) -> tuple[int, ...]:
-        return tokens_of_each_tile(top, experts, x.dtype, x.device)
+    def tokens(self, top: int, experts: int) -> tuple[int, ...]:
+        return tokens_of_each_tile(top, experts)
 
     def experts(
         self, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,

@@ -35,13 +35,8 @@ class Product:
 class MixtureOps(Protocol):
     """What mixtures of experts compute with, where a machine has a faster way than torch's grouped product."""
 
-    def serves(self, x: Tensor) -> bool:
-        """Whether `experts` is the better way for `x [T, H]`; it depends on T, the dtype and the device alone."""
-        ...
-
-    def tokens(self, top: int, experts: int, x: Tensor) -> tuple[int, ...]:
-        """Numbers of tokens, one for each way in which `experts` computes, of a mixture that gives every token `top` of
-        its experts and has inputs like x."""
+    def tokens(self, top: int, experts: int) -> tuple[int, ...]:
+        """Numbers of tokens, one for each way in which a mixture computes that gives every token `top` of its experts."""
         ...
 
     def experts(

@@ -144,9 +144,6 @@ class Mlp:
             return None
         return Mlp(Linear(first, held), Linear([down], held), activation)  # type: ignore[arg-type, list-item]
 
-    def serves(self, x: Tensor) -> bool:
-        return True
-
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         return self.down(ops, self._inner(ops, x))
 
@@ -246,10 +243,6 @@ class Rotary:
 
 class FeedForward(Protocol):
     """What follows attention in a layer: an `Mlp`, or a mixture of experts."""
-
-    def serves(self, x: Tensor) -> bool:
-        """Whether it is better than the module's own code for `x [T, H]`."""
-        ...
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor: ...
 
