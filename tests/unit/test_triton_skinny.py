@@ -10,7 +10,8 @@ from triton_rig import close, interpreted
 
 pytest.importorskip("triton")
 
-from kvboost.kernels.triton.skinny import SkinnyTile, skinny_linear
+from kvboost.kernels.triton import skinny
+from kvboost.kernels.triton.skinny import SkinnyTile, faster_than_cublas, skinny_linear
 
 pytestmark = interpreted
 
@@ -55,3 +56,15 @@ def test_what_does_not_fit_is_refused() -> None:
         skinny_linear(x[:2], weight, total=torch.zeros(2, 7))
     with pytest.raises(ValueError, match="must be contiguous"):
         skinny_linear(x[:2], weight, total=torch.zeros(8, 2).T)
+
+
+def test_shapes_for_which_cublas_is_faster_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faster(rows: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return faster_than_cublas(torch.empty(rows, k, dtype=dtype), torch.empty(n, k, dtype=dtype))
+
+    assert not faster(1, 37_888, 3584), "no GPU, nothing measured"
+    monkeypatch.setattr(skinny, "early", lambda device: {"EARLY": True})
+    assert [faster(rows, 4608, 3584) for rows in (1, 16, 17, 32)] == [True, True, False, False]
+    for n, k in ((3584, 3584), (37_888, 3584), (3584, 18_944), (5120, 27_648)):
+        assert [faster(rows, n, k) for rows in (1, 32, 33)] == [True, True, False]
+    assert not faster(1, 576, 576) and not faster(1, 4096, 4000) and not faster(1, 4096, 4096, torch.float32)

@@ -288,7 +288,10 @@ def chosen_tile(packing: Packing, n: int, rows: int, gpu: Gpu) -> FewTile:
         tiles = [small, wide]
         if kept * packing.k * 2 > MUCH_X:
             tiles = [FewTile(1, 1, 12, 2, 2, kept)]
-        for split in (FewTile(2, 1, 4, 3, 4, kept), wide) if rows <= 2 else (small,):
+        splits = [small] if rows > 2 else [wide]
+        if rows == 1:
+            splits.insert(0, FewTile(2, 1, 4, 3, 4, kept))
+        for split in splits:
             if n <= FEW_TILES * 16 * split.tiles * gpu.processors * split.blocks:
                 most = packing.k // (STEP * FEWEST_STEPS)
                 tiles += [replace(split, parts=parts) for parts in range(2, most + 1)]

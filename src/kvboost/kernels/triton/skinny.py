@@ -24,8 +24,11 @@ PROGRAMS_PER_PROCESSOR = 2
 """Programs that read at the same time on a multiprocessor: rows are split until there are as many."""
 
 
-LARGE_BYTES = 16 << 20
-"""Smaller weights end before all multiprocessors read at full speed."""
+LARGE_BYTES = 4 << 20
+"""No smaller weights were measured."""
+
+NARROW, WIDE = 4224, 16_384
+"""From 17 to 32 rows cuBLAS is up to 8% faster for weights between these, unless they have long rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +89,10 @@ def skinny_linear(
 
 def faster_than_cublas(x: Tensor, weight: Tensor) -> bool:
     """Whether it was, for weights and rows like these, on the one GPU it was measured on (H200; docs/results/gpu-skinny.md)."""
-    if x.dtype == torch.float32 or not early(x.device)["EARLY"]:
+    (rows, k), n = x.shape, weight.shape[0]
+    if x.dtype == torch.float32 or k % 128 or weight.nbytes < LARGE_BYTES or not early(x.device)["EARLY"]:
         return False
-    return x.shape[0] <= 32 and weight.nbytes >= LARGE_BYTES and weight.shape[1] % 128 == 0
+    return rows <= 16 or (rows <= 32 and (n <= NARROW or n >= WIDE or k >= 2 * n))
 
 
 def chosen_tile(n: int, k: int, device: torch.device) -> SkinnyTile:
