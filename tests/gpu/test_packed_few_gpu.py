@@ -133,7 +133,7 @@ def test_norms_and_gates(packing: Packing, dtype: torch.dtype) -> None:
             if serves(x, weight, packing, bias, activation=activation):
                 ungated = packed_few(x, weight, packing, bias, tile=tile)
                 gated = packed_few(x, weight, packing, bias, activation=activation)
-                nearly_equal(gated, act_mul(ungated, activation), **gates_apart(ungated))
+                nearly_equal(gated, act_mul(ungated, activation), 0.1, **gates_apart(ungated))
             else:
                 assert tile.parts > 1 or 2 * width < 16 * tile.tiles, (width, rows)
             if not serves(x, weight, packing, bias, norm=norm, activation=activation):
@@ -144,7 +144,7 @@ def test_norms_and_gates(packing: Packing, dtype: torch.dtype) -> None:
             close(packed_few(x, weight, packing, bias, norm=norm), product(normed, weight, packing, bias))
             nearly_equal(packed_few(x, weight, packing, bias, norm=norm), want, 0.1, 0.5)
             both = packed_few(x, weight, packing, bias, norm=norm, activation=activation)
-            nearly_equal(both, act_mul(want, activation), 0.15, 0.5, **gates_apart(want))
+            nearly_equal(both, act_mul(want, activation), 0.3, 0.5, **gates_apart(want))
             assert torch.equal(both, packed_few(x, weight, packing, bias, norm=norm, activation=activation))
 
 
@@ -183,7 +183,7 @@ def test_norms_wait_for_their_rows(inner: int, rows: int) -> None:
         hidden = packed_few(want, first, up, norm=norm, activation="silu")
         torch.cuda.synchronize()
         apart = packed_few(normalised(want, norm), first, up, tile=tile)
-        nearly_equal(hidden, act_mul(apart, "silu"), 0.15, 0.5, **gates_apart(apart))
+        nearly_equal(hidden, act_mul(apart, "silu"), 0.3, 0.5, **gates_apart(apart))
         want = layer(want, True)
         torch.cuda.synchronize()
     assert want.isfinite().all()

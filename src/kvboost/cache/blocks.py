@@ -55,11 +55,19 @@ class BlockPool:
         return block
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each block."""
+        """Add one reference to each block. Neighbours on the list, as a released table leaves them, are taken off together."""
+        refs, prev = self._refs, self._prev
+        newest = oldest = NIL
         for block in blocks:
-            if self._refs[block] == 0:
-                self._unlink(block)
-            self._refs[block] += 1
+            refs[block] += 1
+            if refs[block] > 1:
+                continue
+            self.num_free -= 1
+            if oldest == NIL or prev[oldest] != block:
+                self._take_off(oldest, newest)
+                newest = block
+            oldest = block
+        self._take_off(oldest, newest)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference from each block of a table, given in position order.
@@ -157,7 +165,14 @@ class BlockPool:
     # -- the list --------------------------------------------------------------------------------------------------
 
     def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
+        self._take_off(block, block)
+        self.num_free -= 1
+
+    def _take_off(self, oldest: int, newest: int) -> None:
+        """Join what lies before `oldest` and behind `newest`, which are one block or follow one another; NIL: nothing."""
+        if oldest == NIL:
+            return
+        before, after = self._prev[oldest], self._next[newest]
         if before == NIL:
             self._head = after
         else:
@@ -166,7 +181,6 @@ class BlockPool:
             self._tail = before
         else:
             self._prev[after] = before
-        self.num_free -= 1
 
     def _push_newest(self, block: int) -> None:
         self._prev[block], self._next[block] = self._tail, NIL

@@ -78,7 +78,10 @@ class KeyMemo:
         data = token_bytes(tokens[: count * self._block_size])
         common, known = 0, None
         for entry in self._recent:
-            if entry[0] == root and (blocks := self._common(data, entry[1])) > common:
+            begin, end = common * self._step, (common + 1) * self._step
+            if entry[0] != root or data[begin:end] != entry[1][begin:end]:
+                continue  # it has no more in common than another
+            if (blocks := self._common(data, entry[1])) > common:
                 common, known = blocks, entry
         if known is not None:
             keys.extend(known[2][:common])
@@ -90,8 +93,6 @@ class KeyMemo:
     def _common(self, a: bytes, b: bytes) -> int:
         """Blocks that both begin with."""
         low, high = 0, min(len(a), len(b)) // self._step
-        if a[: self._step] != b[: self._step]:
-            return 0
         while low < high:
             middle = (low + high + 1) // 2
             if a[low * self._step : middle * self._step] == b[low * self._step : middle * self._step]:
@@ -126,14 +127,10 @@ class PrefixIndex:
 
     def find(self, keys: Sequence[bytes], limit: int | None = None) -> list[int]:
         """The blocks of the longest run of known keys from the start, at most `limit` of them."""
-        found = []
-        get = self._block_of.get
-        for key in keys if limit is None else keys[:limit]:
-            block = get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        found = list(map(self._block_of.get, keys if limit is None else keys[:limit]))
+        if None in found:
+            del found[found.index(None) :]
+        return found  # type: ignore[return-value]
 
     def add(self, key: bytes, block: int) -> bool:
         """Name `block` by `key`. False when another block already holds that KV; the first one stays."""

