@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvboost.cache.blocks import BlockPool
@@ -124,3 +126,37 @@ def test_check_notices_a_damaged_list() -> None:
     pool._prev[pool._tail] = 0
     with pytest.raises(AssertionError, match="LRU"):
         pool.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tables_are_retained_as_one_block_after_another(seed: int) -> None:
+    """Whole, in part, in other orders, shared with others, from either end of the list or its middle."""
+    rng = random.Random(seed)
+    together, singly = BlockPool(40), BlockPool(40)
+    for pool in (together, singly):
+        tables = [[pool.allocate() for _ in range(count)] for count in (9, 1, 14, 6)]
+        for table in tables:
+            for block in table:
+                pool.name(block, b"%d" % block)
+            pool.release(table)
+    held: list[list[int]] = []
+    for _ in range(60):
+        table = rng.choice(tables)
+        begin = rng.randrange(len(table))
+        chosen = table[begin : begin + rng.randrange(1, len(table) - begin + 1)]
+        if rng.random() < 0.3:
+            rng.shuffle(chosen)
+        if rng.random() < 0.2:
+            chosen = chosen + rng.choice(tables)
+        chosen = list(dict.fromkeys(chosen))
+        together.retain(chosen)
+        for block in chosen:
+            singly.retain([block])
+        held.append(chosen)
+        while held and rng.random() < 0.6:
+            done = held.pop(rng.randrange(len(held)))
+            together.release(done)
+            singly.release(done)
+        together.check(held)
+    while together.num_free:
+        assert together.allocate() == singly.allocate(), "the same order of reuse"
