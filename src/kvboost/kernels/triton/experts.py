@@ -65,8 +65,8 @@ def routed_experts(
     """`[T, H]`: the experts `index [T, K]` of `x [T, H]`, times `weights [T, K]`, added up and rounded once.
 
     gate_up `[E, 2I, H]`, gate first, and down `[E, H, I]`, contiguous and like x; index holds integers below E; weights of
-    any floating dtype; activation: one of `ACTIVATIONS`. residual, like x, is added to the rounded sum. tile overrides `chosen_tile`. Raises ValueError where shapes,
-    dtypes or strides do not fit. An index beyond the experts is not noticed.
+    any floating dtype; activation: one of `ACTIVATIONS`. residual, like x, is added to the rounded sum. tile overrides
+    `chosen_tile`. Raises ValueError where shapes, dtypes or strides do not fit. An index beyond the experts is not noticed.
     """
     _check(x, index, weights, gate_up, down, activation, residual)
     if tile is None:
@@ -147,11 +147,12 @@ def _in_tiles(
         (inner, down, parts, tile.outer, False),
     ):
         n, k, columns = target.shape[1], source.shape[1], by.k * 2 // x.element_size()
+        warps = 8 if x.dtype == torch.float32 and tile.pairs > 64 else by.warps  # without matrix units 4 would spill
         tile_kernel[(triton.cdiv(n, by.n), slots)](
             source, weight, tiles, order, target, n, k, source.stride(0),
             TOP=index.shape[1], GATED=is_gated, ACTIVATION=activation, TILE_ROWS=tile.pairs, BLOCK_N=by.n, BLOCK_K=columns,
             EVEN=k % columns == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            num_warps=by.warps, num_stages=by.stages, **options,
+            num_warps=warps, num_stages=by.stages, **options,
         )  # fmt: skip
     width = min(triton.next_power_of_2(hidden), 512)
     combine_kernel[(tokens, triton.cdiv(hidden, width))](
