@@ -170,3 +170,16 @@ def test_long_random_runs_keep_every_invariant() -> None:
     if LONG:
         print(dict(seen))
     assert_reached(seen, operations, 10)
+
+
+def test_a_copy_that_a_failed_step_did_not_make_is_not_found() -> None:
+    """A request takes a copy of a known tail, is aborted before its step is over, and the step fails before it copies."""
+    state = SchedulerMachine()
+    state.start(num_blocks=6, block_size=4, max_num_seqs=1, budget=1, share=True)
+    state.crowd(like=0, question=[1], times=0, turns=1)
+    state.steps(ahead=0, times=1)
+    state.trouble(what="abort", which=0, written=0)
+    state.crowd(like=0, question=[1], times=0, turns=1)
+    state.trouble(what="failing step with abort", which=0, written=0)
+    state.crowd(like=0, question=[1], times=1, turns=1)
+    state.rig.drain()
