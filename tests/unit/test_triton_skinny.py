@@ -63,7 +63,7 @@ def test_shapes_for_which_cublas_is_faster_are_left_to_it(monkeypatch: pytest.Mo
         return faster_than_cublas(torch.empty(rows, k, dtype=dtype), torch.empty(n, k, dtype=dtype))
 
     assert not faster(1, 37_888, 3584), "no GPU, nothing measured"
-    monkeypatch.setattr(skinny, "early", lambda device: {"EARLY": True})
+    monkeypatch.setattr(skinny, "starts_early", lambda device: True)
     assert [faster(rows, 4608, 3584) for rows in (1, 16, 17, 32)] == [True, True, False, False]
     for n, k in ((3584, 3584), (37_888, 3584), (3584, 18_944), (5120, 27_648)):
         assert [faster(rows, n, k) for rows in (1, 32, 33)] == [True, True, False]

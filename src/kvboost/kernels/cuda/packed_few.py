@@ -291,9 +291,9 @@ def chosen_tile(packing: Packing, n: int, rows: int, gpu: Gpu) -> FewTile:
         splits = [small] if rows > 2 else [wide]
         if rows == 1:
             splits.insert(0, FewTile(2, 1, 4, 3, 4, kept))
+        most = packing.k // (STEP * FEWEST_STEPS)
         for split in splits:
             if n <= FEW_TILES * 16 * split.tiles * gpu.processors * split.blocks:
-                most = packing.k // (STEP * FEWEST_STEPS)
                 tiles += [replace(split, parts=parts) for parts in range(2, most + 1)]
         fitting = [tile for tile in tiles if _can(tile, packing, n, rows) and _fits(tile, packing, n, gpu)]
         if fitting:

@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvboost.kernels.triton.early import early
 from kvboost.kernels.triton.packed_codes import (
     ZEROS,
     as_scales,
@@ -40,7 +39,7 @@ from kvboost.kernels.triton.packed_codes import (
     offset,
     stored_zero,
 )
-from kvboost.kernels.triton.skinny import processors, sum_kernel
+from kvboost.kernels.triton.skinny import add_splits, processors
 from kvboost.weights.packing import RUN, Packing, Scheme
 
 ROWS_TOGETHER = 64
@@ -110,10 +109,7 @@ def packed_few_rows(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
-        block = 256
-        sum_kernel[(triton.cdiv(n, block), rows)](
-            partial, bias, None, out, rows, n, splits, BLOCK=block, num_warps=2, **early(x.device)
-        )
+        add_splits(partial, bias, None, out)
     return out
 
 

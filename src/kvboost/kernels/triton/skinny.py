@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kvboost.kernels.triton.early import early, fetch_ahead, wait_for_kernel_before
+from kvboost.kernels.triton.support import starts_early
 
 MAX_ROWS = 64
 
 PROGRAMS_PER_PROCESSOR = 2
 """Programs that read at the same time on a multiprocessor: rows are split until there are as many."""
-
 
 LARGE_BYTES = 4 << 20
 """No smaller weights were measured."""
@@ -53,7 +53,7 @@ def skinny_linear(
     """`x [rows, k] @ weight [n, k].T + bias [n]`, summed in float32 and rounded once. At most 64 rows.
 
     total: contiguous `[rows, n]`; the product is added to it before the rounding, in place, and it is returned. tile overrides
-    the table. Raises ValueError for more rows, or shapes and dtypes that do not fit.
+    `chosen_tile`. Raises ValueError for more rows, or shapes and dtypes that do not fit.
     """
     rows, k = x.shape
     n = weight.shape[0]
@@ -80,17 +80,23 @@ def skinny_linear(
         num_warps=tile.warps, num_stages=tile.stages, **early(x.device),
     )  # fmt: skip
     if splits > 1:
-        block = 256
-        sum_kernel[(triton.cdiv(n, block), rows)](
-            partial, bias, total, out, rows, n, splits, BLOCK=block, num_warps=2, **early(x.device)
-        )  # fmt: skip
+        add_splits(partial, bias, total, out)
     return out
+
+
+def add_splits(partial: Tensor, bias: Tensor | None, total: Tensor | None, out: Tensor) -> None:
+    """`out [rows, n]`: the sum of `partial [splits, rows, n]` (float32) in their order, `bias [n]` and `total`, rounded once."""
+    splits, rows, n = partial.shape
+    block = 256
+    _sum_kernel[(triton.cdiv(n, block), rows)](
+        partial, bias, total, out, rows, n, splits, BLOCK=block, num_warps=2, **early(out.device)
+    )  # fmt: skip
 
 
 def faster_than_cublas(x: Tensor, weight: Tensor) -> bool:
     """Whether it was, for weights and rows like these, on the one GPU it was measured on (H200; docs/results/gpu-skinny.md)."""
     (rows, k), n = x.shape, weight.shape[0]
-    if x.dtype == torch.float32 or k % 128 or weight.nbytes < LARGE_BYTES or not early(x.device)["EARLY"]:
+    if x.dtype == torch.float32 or k % 128 or weight.nbytes < LARGE_BYTES or not starts_early(x.device):
         return False
     return rows <= 16 or (rows <= 32 and (n <= NARROW or n >= WIDE or k >= 2 * n))
 
@@ -153,7 +159,7 @@ def _skinny_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def sum_kernel(partial, bias, total, out, rows, n, splits, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _sum_kernel(partial, bias, total, out, rows, n, splits, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Grid `(blocks of columns, rows)`: the splits in their order, the bias, what is there already, one rounding."""
     wait_for_kernel_before(EARLY)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
