@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,26 +65,23 @@ class Case:
 
 
 class HostKernel:
-    """Stands for a `Kernel` of packed_few.cu, compiled for this CPU.
+    """Stands for a `Kernel` of a source in kvboost/kernels/cuda, compiled for this CPU.
 
     At most `together` blocks run at a time; `seed` says which begin first and whose turn it is.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, packing: Packing, tile: FewTile, folder: Path, around: Around = PRODUCT
-    ) -> None:
-        library = folder / "packed_few.so"
-        made = definitions(dtype, packing.scheme, packing.group, tile, around)
-        flags = [f"-D{name}={int(value)}" for name, value in made.items()]
+    def __init__(self, name: str, definitions: Mapping[str, int], folder: Path) -> None:
+        library = folder / f"{name}.so"
+        flags = [f"-D{key}={int(value)}" for key, value in definitions.items()]
         subprocess.run(
             ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *flags, f"-I{HOST}", f"-I{compiler.HERE}",
-             str(HOST / "packed_few.cpp"), "-o", str(library)],
+             str(HOST / f"{name}.cpp"), "-o", str(library)],
             check=True, timeout=120,
         )  # fmt: skip
         self._run = ctypes.CDLL(str(library)).run
         self.together, self.seed = 2, 0
 
-    def launch(self, grid: tuple[int, int], shared_bytes: int, arguments: Sequence[Any]) -> None:
+    def launch(self, grid: Sequence[int], shared_bytes: int, arguments: Sequence[Any]) -> None:
         given = (ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments)
         self._run(*grid, ctypes.c_size_t(shared_bytes), self.together, self.seed, *given)
 
@@ -92,7 +89,8 @@ class HostKernel:
 def built(case: Case, plan: Launch, folder: Path) -> Callable[..., Tensor]:
     """The kernel for a launch. Called with (case, space, together, seed) it answers the product, see `HostKernel`; in_place:
     in memory that began as the total."""
-    kernel = HostKernel(case.x.dtype, case.packing, plan.tile, folder, plan.around)
+    made = definitions(case.x.dtype, case.packing.scheme, case.packing.group, plan.tile, plan.around)
+    kernel = HostKernel("packed_few", made, folder)
 
     def product(
         case: Case, space: Workspace | None = None, together: int = 2, seed: int = 0, in_place: bool = False

@@ -1,7 +1,7 @@
 // The functions of kvboost/kernels/cuda/machine.h for a CPU: the threads of a block are fibers that take turns, and so are
 // blocks, in an order drawn by lot, so a kernel's arithmetic, its addresses, its barriers and what blocks tell each other are
-// tested without a GPU. Shared memory begins as NaNs, copies happen and numbers are published at the last moment allowed, and
-// a block that waits for ever ends the process.
+// tested without a GPU. Shared memory begins as NaNs, copies happen at once or at the last moment allowed, numbers are published
+// then, warps get their turns by lot, and a block that waits for ever ends the process.
 #pragma once
 
 #include <ucontext.h>
@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <utility>
@@ -37,6 +38,8 @@ struct Meeting {
     int waiting = 0, generation = 0;
 };
 
+typedef std::vector<std::pair<u8*, const u8*>> Copies;
+
 struct Warp {
     Meeting meeting;
     u32 a[32][4], b[32][2];
@@ -48,17 +51,19 @@ struct Warp {
 struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack{new char[STACK]};
-    std::vector<std::pair<u8*, const u8*>> copies;
+    Copies copies;
     bool done = false;
     static constexpr size_t STACK = 256 << 10;
 };
 
 struct Block {
-    int x, y;
+    int x, y, z;
     std::vector<u8> shared;
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
     Meeting whole;
+    std::map<int, Meeting> numbered;
+    std::vector<std::function<void()>> under_way;  // what happens by itself, sooner or later
 };
 
 static ucontext_t scheduler;
@@ -66,17 +71,22 @@ static std::function<void()> body;
 static Block* block;  // whose turn it is
 static int current, grid_x;
 static bool moved;
+static std::mt19937 lots;
 
 static Fiber& fiber() { return block->fibers[current]; }
 
+// Whether that was the last of `count`.
+static bool come(Meeting& m, int count) {
+    moved = true;
+    if (++m.waiting < count) return false;
+    m.waiting = 0;
+    m.generation++;
+    return true;
+}
+
 static void meet(Meeting& m, int count) {
     const int generation = m.generation;
-    moved = true;
-    if (++m.waiting == count) {
-        m.waiting = 0;
-        m.generation++;
-        return;
-    }
+    if (come(m, count)) return;
     while (m.generation == generation) swapcontext(&fiber().context, &scheduler);
 }
 
@@ -94,8 +104,8 @@ static void enter() {
     fiber().done = true;
 }
 
-static std::unique_ptr<Block> start_block(int x, int y, int threads, size_t shared_bytes) {
-    auto made = std::make_unique<Block>(Block{x, y});
+static std::unique_ptr<Block> start_block(int x, int y, int z, int threads, size_t shared_bytes) {
+    auto made = std::make_unique<Block>(Block{x, y, z});
     made->shared.assign(shared_bytes, 0xff);
     made->fibers.resize(threads);
     made->warps.resize(threads / 32);
@@ -109,17 +119,27 @@ static std::unique_ptr<Block> start_block(int x, int y, int threads, size_t shar
     return made;
 }
 
-// A turn for each thread of a block; whether some have not ended.
+static int turns(Block& with, u32 warps) {
+    int left = 0;
+    for (current = 0; current < (int)with.fibers.size(); current++) {
+        if (!fiber().done && warps >> current / 32 & 1) swapcontext(&scheduler, &fiber().context);
+        left += !fiber().done;
+    }
+    return left;
+}
+
+// A turn for each thread of some warps of a block, of all if that leads nowhere; whether some have not ended.
 static bool go_on(Block& with) {
     block = &with;
     moved = false;
-    int left = 0;
-    for (current = 0; current < (int)with.fibers.size(); current++)
-        if (!fiber().done) {
-            swapcontext(&scheduler, &fiber().context);
-            left += !fiber().done;
+    for (size_t i = with.under_way.size(); i-- > 0;)
+        if (lots() % 2) {
+            with.under_way[i]();
+            with.under_way.erase(with.under_way.begin() + i);
         }
-    if (left && !moved) {
+    int left = turns(with, lots());
+    if (left && !moved && with.under_way.empty()) left = turns(with, ~0u);
+    if (left && !moved && with.under_way.empty()) {
         std::fprintf(stderr, "block %d: %d threads wait for ever\n", with.x, left);
         std::abort();
     }
@@ -129,17 +149,18 @@ static bool go_on(Block& with) {
 }
 
 // At most `together` blocks at a time; `seed` decides which begin first and whose turn it is.
-static void launch(int x, int y, int threads, size_t shared_bytes, int together, u32 seed, std::function<void()> kernel) {
+static void launch(int x, int y, int z, int threads, size_t shared_bytes, int together, u32 seed, std::function<void()> kernel) {
     body = std::move(kernel);
     grid_x = x;
-    std::mt19937 lots(seed);
-    std::vector<int> waiting(x * y);
-    for (int i = 0; i < x * y; i++) waiting[i] = i;
+    lots.seed(seed);
+    std::vector<int> waiting(x * y * z);
+    for (int i = 0; i < x * y * z; i++) waiting[i] = i;
     std::shuffle(waiting.begin(), waiting.end(), lots);
     std::vector<std::unique_ptr<Block>> running;
     while (!waiting.empty() || !running.empty()) {
         while (!waiting.empty() && (int)running.size() < together) {
-            running.push_back(start_block(waiting.back() % x, waiting.back() / x, threads, shared_bytes));
+            const int at = waiting.back();
+            running.push_back(start_block(at % x, at / x % y, at / x / y, threads, shared_bytes));
             waiting.pop_back();
         }
         const size_t turn = lots() % running.size();
@@ -170,6 +191,11 @@ static float half(u16 bits) {
     return (float)h;
 }
 
+static void copy(Copies& copies) {
+    for (auto [to, from] : copies) std::memcpy(to, from, 16);
+    copies.clear();
+}
+
 }  // namespace host
 
 DEVICE Quad load16(const u8* at) { return host::read<Quad>(at, 16); }
@@ -188,15 +214,11 @@ DEVICE void copy16(u8* to, const u8* from) {
         std::fprintf(stderr, "a copy ends %td bytes beyond shared memory\n", to + 16 - shared.data() - shared.size());
         std::abort();
     }
-    host::fiber().copies.push_back({to, from});
+    read16(from);
+    host::Copies now{{to, from}};
+    host::lots() % 2 ? host::copy(now) : host::fiber().copies.push_back(now[0]);
 }
-DEVICE void wait_for_copies() {
-    for (auto [to, from] : host::fiber().copies) {
-        const Quad q = read16(from);
-        std::memcpy(to, &q, 16);
-    }
-    host::fiber().copies.clear();
-}
+DEVICE void wait_for_copies() { host::copy(host::fiber().copies); }
 
 DEVICE void publish(float* at, float value) { host::warp().published.push_back({at, value}); }
 DEVICE float read_published(const float* at) { return host::read<float>(at); }

@@ -15,7 +15,7 @@ import torch
 from cuda_rig import H200, RTX, Case, HostKernel, built, dirty_workspace, plan_of
 from kvboost.kernels.cuda import packed_few, workspace
 from kvboost.kernels.cuda.compiler import CudaUnavailable
-from kvboost.kernels.cuda.packed_few import FewTile, Gpu, chosen_tile, planned
+from kvboost.kernels.cuda.packed_few import FewTile, Gpu, chosen_tile, definitions, planned
 from kvboost.weights.packing import Packing, Scheme
 from packed_rig import random_rows
 
@@ -186,7 +186,8 @@ def test_a_call_launches_the_kernel_with_the_workspace_of_its_stream(
     monkeypatch.setattr(packed_few.Gpu, "of", lambda device: Gpu(1, 228 << 10, 227 << 10))
     tile = FewTile(1, 1, 4, 3, 3, 1, 3)
     case = case_of(1, 50, 2048, 3)
-    kernel = HostKernel(torch.float16, case.packing, tile, tmp_path)
+    made = definitions(torch.float16, case.packing.scheme, case.packing.group, tile)
+    kernel = HostKernel("packed_few", made, tmp_path)
     monkeypatch.setattr(packed_few, "_kernel", lambda *key: kernel)
     total = case.total.clone()
     for _ in range(2):

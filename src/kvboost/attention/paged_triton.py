@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvboost.attention.math import attend
 from kvboost.attention.step_tensors import StepInputs
 from kvboost.cache.pool import KVPool
+from kvboost.kernels.cuda import prompt_attention
 from kvboost.kernels.triton.attention import paged_attention
 from kvboost.kernels.triton.rotary import rotary_write
 from kvboost.kernels.triton.write import write_slots
@@ -22,8 +23,8 @@ FRESH_TOKENS = 256
 FUSED_HEAD_DIM = 128
 
 GATHER_TOKENS = 1024
-"""From this length on a piece of a prompt over cached keys has them gathered for torch's fused attention: 1.6 times the
-speed of our kernel on an H200, and copying a layer's keys is small beside it."""
+"""From this length on a piece of a prompt over cached keys has them gathered for torch's fused attention where
+`prompt_attention.cu` does not serve: 1.6 times the speed of Triton on an H200; copying a layer's keys is small beside it."""
 
 
 class TritonStep:
@@ -92,10 +93,13 @@ class TritonStep:
         if plain and keys == length >= FRESH_TOKENS:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             return attend(q, k, v, mask=None, causal=True, scaling=scaling)[0].transpose(0, 1)
-        if plain and keys > length >= GATHER_TOKENS:
+        pool = self._pool.keys[layer], self._pool.values[layer]
+        if plain and keys > length >= GATHER_TOKENS and not prompt_attention.serves(
+            query, *pool, self._inputs.batch.positions
+        ):  # fmt: skip
             return self._attend_gathered(layer, query, keys, scaling)
         return paged_attention(
-            query, self._pool.keys[layer], self._pool.values[layer], self._inputs.batch,
+            query, *pool, self._inputs.batch,
             scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
         )  # fmt: skip
 

@@ -32,10 +32,13 @@ class CudaUnavailable(RuntimeError):
     """CUDA C++ kernels cannot be had on this machine; the text says why."""
 
 
-def cubin(source: str, definitions: Mapping[str, int], capability: tuple[int, int]) -> bytes:
-    """Machine code of `source`, a file beside this one, for GPUs of a compute capability. Raises `CudaUnavailable`."""
+def cubin(source: str, definitions: Mapping[str, int], capability: tuple[int, int], *, only: bool = False) -> bytes:
+    """Machine code of `source`, a file beside this one, for GPUs of a compute capability. Raises `CudaUnavailable`.
+
+    only: with the instructions that no other capability has, newer ones included (`sm_90a`).
+    """
     compiler = nvrtc()
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}{'a' if only else ''}", "--std=c++17"]
     options += [f"-D{name}={int(value)}" for name, value in sorted(definitions.items())]
     path = _kept(source, options, compiler)
     code = None if path is None else _found(path)

@@ -37,17 +37,19 @@ class _Config(ctypes.Structure):
 
 
 @lru_cache
-def _cuda() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """CUDA's driver. Raises `CudaUnavailable`."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise CudaUnavailable(f"CUDA's driver could not be opened: {error}") from error
 
 
-def _require(status: int, what: str) -> None:
+def require(status: int, what: str) -> None:
+    """Raise `CudaUnavailable` for an error of the driver."""
     if status:
         name = ctypes.c_char_p()
-        _cuda().cuGetErrorName(status, ctypes.byref(name))
+        driver().cuGetErrorName(status, ctypes.byref(name))
         raise CudaUnavailable(f"{what} failed with {(name.value or b'an unknown error').decode()}")
 
 
@@ -59,7 +61,7 @@ def _bind_context() -> None:
     if getattr(_thread, "bound", False):
         return
     context = ctypes.c_void_p()
-    _cuda().cuCtxGetCurrent(ctypes.byref(context))
+    driver().cuCtxGetCurrent(ctypes.byref(context))
     if not context:
         torch.cuda.mem_get_info()
     _thread.bound = True
@@ -72,12 +74,12 @@ class Kernel:
     """
 
     def __init__(self, code: bytes, name: str, threads: int, most_shared_bytes: int) -> None:
-        self._cuda = _cuda()
+        self._cuda = driver()
         _bind_context()
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        _require(self._cuda.cuModuleLoadData(ctypes.byref(module), code), "loading a kernel")
-        _require(self._cuda.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}")
-        _require(
+        require(self._cuda.cuModuleLoadData(ctypes.byref(module), code), "loading a kernel")
+        require(self._cuda.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}")
+        require(
             self._cuda.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE, most_shared_bytes),
             f"asking for {most_shared_bytes} bytes of shared memory",
         )
@@ -86,17 +88,18 @@ class Kernel:
         self._early.value[0] = 1
         self._starts_early = starts_early(torch.device("cuda", torch.cuda.current_device()))
 
-    def launch(self, grid: tuple[int, int], shared_bytes: int, arguments: Sequence[Any]) -> None:
-        """On the current stream of the current device; `arguments` are ctypes values as the kernel declares them.
+    def launch(self, grid: Sequence[int], shared_bytes: int, arguments: Sequence[Any]) -> None:
+        """On the current stream of the current device; `arguments` are ctypes values as the kernel declares them. grid: of up to
+        3 dimensions.
 
         On newer GPUs the kernel may start before the one before has ended: what it reads before it waits must not have been
         written by that one.
         """
         _bind_context()
         config = _Config(
-            grid=(*grid, 1), block=(self._threads, 1, 1), shared_bytes=shared_bytes,
+            grid=(*grid, 1, 1)[:3], block=(self._threads, 1, 1), shared_bytes=shared_bytes,
             stream=torch.cuda.current_stream().cuda_stream,
             attributes=ctypes.pointer(self._early), num_attributes=int(self._starts_early),
         )  # fmt: skip
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
-        _require(self._cuda.cuLaunchKernelEx(ctypes.byref(config), self._function, addresses, None), "a launch")
+        require(self._cuda.cuLaunchKernelEx(ctypes.byref(config), self._function, addresses, None), "a launch")

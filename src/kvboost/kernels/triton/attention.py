@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvboost.kernels.cuda import prompt_attention
 from kvboost.kernels.triton.attention_kernels import LOG2E, attention_kernel, merge_kernel
 from kvboost.kernels.triton.early import early
 
@@ -22,6 +23,15 @@ MAX_SPLITS = 64
 DECODE_PROGRAMS = 4
 PROMPT_PROGRAMS = 3
 """Programs per multiprocessor that splitting aims at. Measured on an H200: 20 us for 16 x 1k keys with 4, 22 with 8."""
+
+HOPPER_SPLITS = 8
+"""At most, of `prompt_attention.cu`, unless even these leave multiprocessors idle."""
+
+LIKELY = 0.6
+"""The part of a step's sequences that are there: they are padded to 4 times as many as the next smaller size."""
+
+MERGING = 0.05
+"""What each split but the first costs, in parts of the time that attention takes."""
 
 ENOUGH_PROGRAMS = 1.5
 """From so many per multiprocessor on nothing is split: 64 x 1k keys take 42 us in one piece each and 60 in two."""
@@ -79,6 +89,17 @@ class Tile:
     stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A launch: its tile, None for that of `prompt_attention.cu`; tiles for each key head; among how many programs keys are shared
+    out; whether it serves sequences that are decoded, or all others."""
+
+    tile: Tile | None
+    tiles: int
+    splits: int
+    decode: bool
+
+
 WITHOUT_TENSOR_CORES = Tile(16, 16, 4, 2)
 """For float32, and GPUs before compute capability 8.0, on which Triton multiplies element by element: larger tiles
 spill their registers (600 bytes a thread at 32 x 32 in float32)."""
@@ -116,11 +137,9 @@ def paged_attention(
     if batch.decode_seqs and batch.shared is not None and window is None:
         launch.decode_shared(batch.shared, tile, splits)
     elif batch.decode_seqs:
-        launch.run(tile or decode_tile(query, keys, values, batch.decode_seqs), batch.decode_seqs, splits, decode=True)
+        launch.run(launch.decode_plan(tile, splits))
     if batch.prompts:
-        chosen = tile or prompt_tile(query, keys, values, batch)
-        tokens = chosen.rows // min(launch.group, chosen.rows)
-        launch.run(chosen, -(-query.shape[0] // tokens) + batch.num_seqs, splits, decode=False)
+        launch.run(launch.prompt_plan(batch, query.shape[0], batch.num_seqs, tile, splits))
     return out
 
 
@@ -181,41 +200,62 @@ class _Launch:
         self._cap = log2e * softcap if softcap is not None else 0.0
         self._scale = scale * log2e if softcap is None else 2.0 * scale * log2e / softcap
 
-    def run(self, tile: Tile, tiles: int, splits: int | None, *, decode: bool) -> None:
-        splits = splits or self._splits(tile, tiles, decode)
-        partial = self._partial(splits) if splits > 1 else (self._out, self._out)  # not read without splits
-        self._attend(tile, tiles, splits, decode, self._batch, None, partial, 0, splits)
-        if splits > 1:
-            self._merge(tiles if decode else self._query.shape[0], partial, splits, decode)
+    def decode_plan(self, tile: Tile | None, splits: int | None) -> Plan:
+        """For the leading sequences of one token."""
+        seqs = self._batch.decode_seqs
+        tile = tile or decode_tile(self._query, self._keys, self._values, seqs)
+        return Plan(tile, seqs, splits or self._splits(seqs * self._heads(tile)[1], DECODE_PROGRAMS), decode=True)
+
+    def prompt_plan(
+        self, batch: PackedBatch, tokens: int, spare: int, tile: Tile | None, splits: int | None
+    ) -> Plan:  # fmt: skip
+        """For sequences of so many tokens together, in as few tiles as hold them and up to `spare` more."""
+        if tile is None and self._on_hopper():
+            tiles = prompt_attention.tiles_of(tokens, self.group, batch.num_seqs)
+            full = max(-(-tokens * self.group // prompt_attention.ROWS), round(spare * LIKELY))
+            there = full * self._keys.shape[2]
+            return Plan(
+                None, tiles, splits or hopper_splits(there, _facts(self._query.device).processors), decode=False
+            )
+        tile = tile or prompt_tile(self._query[:tokens], self._keys, self._values, batch)
+        full, programs = -(-tokens // (tile.rows // min(self.group, tile.rows))), self._heads(tile)[1]
+        splits = splits or self._splits((full + spare) * programs, PROMPT_PROGRAMS)
+        return Plan(tile, full + batch.num_seqs, splits, decode=False)
+
+    def run(self, plan: Plan) -> None:
+        partial = self._partial(plan.splits) if plan.splits > 1 else (self._out, self._out)  # not read without splits
+        self._attend(plan, self._batch, None, partial, 0, plan.splits)
+        if plan.splits > 1:
+            self._merge(plan.tiles if plan.decode else self._query.shape[0], partial, plan.splits, plan.decode)
 
     def decode_shared(self, shared: SharedKeys, tile: Tile | None, splits: int | None) -> None:
         """The decoding sequences: what groups share for all rows of a group at once, what each has alone, and both merged."""
-        batch, query, seqs = self._batch, self._query, self._batch.decode_seqs
+        batch, seqs = self._batch, self._batch.decode_seqs
         groups = replace(
             batch, query_start=shared.query_start, table_start=shared.table_start, kv_len=shared.kv_len, decode_seqs=0
         )
-        wide = tile or prompt_tile(query[:seqs], self._keys, self._values, groups)
-        narrow = tile or decode_tile(query, self._keys, self._values, seqs)
-        tokens = wide.rows // min(self.group, wide.rows)
-        tiles = -(-seqs // tokens) + groups.num_seqs
-        common, alone = (
-            splits or self._splits(wide, -(-seqs // tokens), False),
-            splits or self._splits(narrow, seqs, True),
-        )
-        partial = self._partial(common + alone)
-        self._attend(wide, tiles, common, False, groups, None, partial, 0, common + alone)
-        self._attend(narrow, seqs, alone, True, batch, shared.kv_begin, partial, common, common + alone)
-        self._merge(seqs, partial, common + alone, True)
+        common, alone = self.prompt_plan(groups, seqs, 0, tile, splits), self.decode_plan(tile, splits)
+        all_splits = common.splits + alone.splits
+        partial = self._partial(all_splits)
+        self._attend(common, groups, None, partial, 0, all_splits)
+        self._attend(alone, batch, shared.kv_begin, partial, common.splits, all_splits)
+        self._merge(seqs, partial, all_splits, True)
+
+    def _on_hopper(self) -> bool:
+        """Whether `prompt_attention.cu` serves; it is faster for whatever comes."""
+        special = self._capped or self._window is not None or self._sinks is not None or self._slopes is not None
+        special = special or self._scale <= 0
+        return not special and prompt_attention.serves(self._query, self._keys, self._values, self._batch.positions)
 
     def _heads(self, tile: Tile) -> tuple[int, int]:
         """Of a group in one tile, and programs for all heads."""
         heads = min(self.group, tile.rows)
         return heads, self._keys.shape[2] * -(-self.group // heads)
 
-    def _splits(self, tile: Tile, tiles: int, decode: bool) -> int:
-        processors, there = _facts(self._query.device).processors, tiles * self._heads(tile)[1]
-        wanted = (DECODE_PROGRAMS if decode else PROMPT_PROGRAMS) * processors
-        return 1 if there >= ENOUGH_PROGRAMS * processors else min(max(wanted // there, 1), MAX_SPLITS)
+    def _splits(self, there: int, wanted: int) -> int:
+        """For so many programs, if so many are wanted for each multiprocessor."""
+        processors = _facts(self._query.device).processors
+        return 1 if there >= ENOUGH_PROGRAMS * processors else min(max(wanted * processors // there, 1), MAX_SPLITS)
 
     def _partial(self, splits: int) -> tuple[Tensor, Tensor]:
         """Results of splits, and their log-sum-exp."""
@@ -224,21 +264,27 @@ class _Launch:
         return partial, self._query.new_empty(shape, dtype=torch.float32)
 
     def _attend(
-        self, tile: Tile, tiles: int, splits: int, decode: bool, batch: PackedBatch, kv_begin: Tensor | None,
-        partial: tuple[Tensor, Tensor], first_split: int, all_splits: int,
+        self, plan: Plan, batch: PackedBatch, kv_begin: Tensor | None, partial: tuple[Tensor, Tensor], first_split: int,
+        all_splits: int,
     ) -> None:  # fmt: skip
-        query, keys, values, out = self._query, self._keys, self._values, self._out
+        query, keys, values, out, tile = self._query, self._keys, self._values, self._out, plan.tile
+        if tile is None:
+            among = None
+            if all_splits > 1:
+                among = prompt_attention.Splits(plan.splits, first_split, all_splits, *partial)
+            prompt_attention.attend(query, keys, values, batch, out, self._scale, plan.tiles, among)
+            return
         heads, programs = self._heads(tile)
-        attention_kernel[(tiles, programs, splits)](
+        attention_kernel[(plan.tiles, programs, plan.splits)](
             query, keys, values, out, *partial,
             batch.positions, batch.query_start, batch.tables, batch.table_start, kv_begin, batch.kv_len,
             self._sinks, self._slopes,
-            batch.num_seqs, batch.decode_seqs, splits, first_split, all_splits, self._window or 0, self._scale, self._cap,
-            query.shape[1], query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+            batch.num_seqs, batch.decode_seqs, plan.splits, first_split, all_splits, self._window or 0, self._scale,
+            self._cap, query.shape[1], query.stride(0), query.stride(1), out.stride(0), out.stride(1),
             keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
             GROUP=self.group, HEADS=heads, DIM=keys.shape[3], DIM_V=values.shape[3],
             BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=_padded(keys.shape[3]), BLOCK_DV=_padded(values.shape[3]),
-            PAGE=keys.shape[1], DECODE=decode, SPLIT=all_splits > 1, WINDOWED=self._window is not None,
+            PAGE=keys.shape[1], DECODE=plan.decode, SPLIT=all_splits > 1, WINDOWED=self._window is not None,
             CAPPED=self._capped, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=tile.warps, num_stages=tile.stages, **early(query.device),
         )  # fmt: skip
@@ -250,6 +296,14 @@ class _Launch:
             DIM_V=dim_v, BLOCK_DV=_padded(dim_v), BLOCK_SPLITS=_padded(splits, 2), DECODE=decode,
             num_warps=4, **early(self._query.device),
         )  # fmt: skip
+
+
+def hopper_splits(there: int, processors: int) -> int:
+    """Among how many programs each of `there` shares its keys out in `prompt_attention.cu`, of which a multiprocessor holds one."""
+    if there >= processors:
+        return 1
+    counts = range(1, max(HOPPER_SPLITS, min(processors // there, MAX_SPLITS)) + 1)
+    return min(counts, key=lambda count: -(-there * count // processors) / count * (1 + MERGING * (count - 1)))
 
 
 def _padded(size: int, least: int = 16) -> int:
