@@ -105,7 +105,7 @@ class FewTile:
 
     def sums_bytes(self, packing: Packing, buffers: int, around: Around) -> int:
         """For the sums of a tile by each warp; before there are any, for the weight of a norm and the squares of rows."""
-        sums = buffers * self.warps * 8 * self.cols * (16 * self.tiles + 4) * 4
+        sums = buffers * self.warps * (self.x_shared or 8 * self.cols) * (16 * self.tiles + 4) * 4
         return max(sums, packing.k * 2 + -(-self.warps * self.x_shared // 4) * 16) if around.norm else sums
 
     def shared_bytes(self, packing: Packing, buffers: int, around: Around = PRODUCT) -> int:
