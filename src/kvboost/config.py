@@ -15,6 +15,8 @@ KV_CACHE_DTYPES = ("auto",)
 
 PATHS = ("auto", "paged", "compat")
 
+MAX_NUM_SEQS = 256
+
 WEIGHTS = ("auto", "dense", "int8", "int4")
 """How weights are held. `auto` is as the model's files hold them: packed files stay packed. `int8` and `int4` round plain
 weights as they are loaded."""
@@ -35,7 +37,9 @@ class EngineConfig:
     max_model_len: int | None = _option(
         None, "Longest sequence in tokens, prompt and output together. Default: the model's own limit."
     )
-    max_num_seqs: int = _option(256, "Most sequences running in one step.")
+    max_num_seqs: int | None = _option(
+        None, "Most sequences running in one step. Default: 256; 512 on GPUs with 90 GiB and more."
+    )
     max_num_batched_tokens: int | None = _option(
         None,
         "Token budget of one step; longer prompts are prefilled in chunks. Default: 2048; 4096 when layers are streamed.",
@@ -76,9 +80,8 @@ class EngineConfig:
             raise ConfigError(
                 "block_size", f"got {self.block_size}; allowed: 8, 16, 32, 64, 128. Use 16 unless measured."
             )
-        for name in ("max_num_seqs", "max_num_waiting"):
-            _require_positive_int(name, getattr(self, name))
-        for name in ("max_model_len", "max_num_batched_tokens", "num_blocks"):
+        _require_positive_int("max_num_waiting", self.max_num_waiting)
+        for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "num_blocks"):
             if getattr(self, name) is not None:
                 _require_positive_int(name, getattr(self, name))
         if self.num_blocks is not None and self.num_blocks < 2:
@@ -99,6 +102,11 @@ class EngineConfig:
             raise ConfigError("path", f"got {self.path!r}; allowed: {', '.join(PATHS)}.")
         if self.weights not in WEIGHTS:
             raise ConfigError("weights", f"got {self.weights!r}; allowed: {', '.join(WEIGHTS)}.")
+
+    @property
+    def num_seqs(self) -> int:
+        """`max_num_seqs`, or its default where there is no large GPU."""
+        return self.max_num_seqs or MAX_NUM_SEQS
 
     def replace(self, **changes: Any) -> EngineConfig:
         """A copy with some fields changed, validated again."""

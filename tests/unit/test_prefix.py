@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvboost.cache import prefix
-from kvboost.cache.prefix import KEY_BYTES, KeyMemo, PrefixIndex, extend_keys, root_key
+from kvboost.cache.prefix import KEY_BYTES, KeyMemo, PrefixIndex, extend_keys, root_key, token_bytes
 
 
 def keys_of(
@@ -126,10 +126,10 @@ def test_remembered_keys_are_the_hashed_ones(seed: int, monkeypatch: pytest.Monk
         expected: list[bytes] = []
         extend_keys(expected, root, tokens, 4)
         keys: list[bytes] = []
-        memo.fill(keys, root, tokens)
+        memo.fill(keys, root, tokens, token_bytes(tokens))
         assert keys == expected
         later = [*tokens, 3, 3, 3, 3]  # a request that has grown since
-        memo.fill(keys, root, later)
+        memo.fill(keys, root, later, token_bytes(later))
         extend_keys(expected, root, later, 4)
         assert keys == expected
 
@@ -137,7 +137,7 @@ def test_remembered_keys_are_the_hashed_ones(seed: int, monkeypatch: pytest.Monk
 def test_what_is_common_with_a_recent_prompt_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     memo, root = KeyMemo(16), root_key(b"weights")
     first = list(range(16 * 100))
-    memo.fill([], root, first)
+    memo.fill([], root, first, token_bytes(first))
     hashed = []
     original = prefix._append_keys
 
@@ -146,5 +146,5 @@ def test_what_is_common_with_a_recent_prompt_is_not_hashed(monkeypatch: pytest.M
         original(keys, root, data, begin, step)
 
     monkeypatch.setattr(prefix, "_append_keys", counted)
-    memo.fill([], root, first[: 16 * 90] + [7] * 64)
+    memo.fill([], root, first[: 16 * 90] + [7] * 64, token_bytes(first[: 16 * 90] + [7] * 64))
     assert hashed == [4]

@@ -276,7 +276,7 @@ class KVBoost:
         Takes some ten seconds on a GPU; 0 at once where there are none. Nothing is cached by it.
         """
         runner = self._built.runner
-        return self._engine.call(lambda _: runner.warm_up(self.config.max_num_seqs))
+        return self._engine.call(lambda _: runner.warm_up(self.config.num_seqs))
 
     @property
     def attention_backend(self) -> str:

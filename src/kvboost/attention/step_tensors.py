@@ -64,6 +64,8 @@ class StepTensors:
         self._sent: list[Any] = [torch.cuda.Event() if pinned else None for _ in range(STAGES)]
         self._turn = 0
         self._known = _KnownTables()
+        self._padded: dict[tuple[int, int, int, bool, bool], StepInputs] = {}
+        """Views of padded steps, of which there are few: making them takes longer than all else but the tables."""
 
     def fill(
         self,
@@ -140,8 +142,13 @@ class StepTensors:
         if padded:  # launch for whatever may come in this shape, not for what is there
             prompts = prompts or tokens != seqs
             decode_seqs = min(seqs, tokens) if singles or not prompts else 0
-        alone = int(kv_len[0]) if real_seqs == 1 and not padded else 0
-        return self._inputs(at, tokens, seqs, decode_seqs, prompts, alone, bool(pieces))
+        key = (tokens, seqs, decode_seqs, prompts, bool(pieces))
+        if not padded:
+            return self._inputs(at, key, int(kv_len[0]) if real_seqs == 1 else 0)
+        known = self._padded.get(key)
+        if known is None:
+            known = self._padded[key] = self._inputs(at, key, 0)
+        return known
 
     def _share(
         self,
@@ -166,9 +173,8 @@ class StepTensors:
         if pieces[-1][2] and singles > pieces[-1][1]:  # padding shares nothing
             begins[len(pieces)] = pieces[-1][1]
 
-    def _inputs(
-        self, at: _Offsets, tokens: int, seqs: int, decode_seqs: int, prompts: bool, alone: int, shares: bool
-    ) -> StepInputs:
+    def _inputs(self, at: _Offsets, key: tuple[int, int, int, bool, bool], alone: int) -> StepInputs:
+        tokens, seqs, decode_seqs, prompts, shares = key
         wide, narrow = torch.int64, torch.int32
         shared = None
         if shares:
@@ -190,7 +196,7 @@ class StepTensors:
         )
         ids, slots = self._view(at.ids, tokens, wide), self._view(at.slots, tokens, wide)
         last_rows = self._view(at.last_rows, seqs, wide)
-        return StepInputs(ids, slots, last_rows, batch, alone, (tokens, seqs, decode_seqs, prompts, shares))
+        return StepInputs(ids, slots, last_rows, batch, alone, key)
 
     def _view(self, offset: int, length: int, dtype: torch.dtype) -> Tensor:
         return self._device[offset : offset + length * dtype.itemsize].view(dtype)

@@ -69,13 +69,13 @@ class KeyMemo:
         self._block_size = block_size
         self._recent: deque[tuple[bytes, bytes, list[bytes]]] = deque(maxlen=self.ENTRIES)
 
-    def fill(self, keys: list[bytes], root: bytes, tokens: Sequence[int]) -> None:
-        """`extend_keys` for all of `tokens`."""
+    def fill(self, keys: list[bytes], root: bytes, tokens: Sequence[int], packed: bytes) -> None:
+        """`extend_keys` for all of `tokens`. packed: the first of them as `token_bytes` makes them, all while there are no keys."""
         count = len(tokens) // self._block_size
-        if keys or count < self.SMALLEST_BLOCKS:
+        if keys or count < self.SMALLEST_BLOCKS or len(packed) < count * self._step:
             extend_keys(keys, root, tokens, self._block_size)
             return
-        data = token_bytes(tokens[: count * self._block_size])
+        data = packed[: count * self._step]
         common, known = 0, None
         for entry in self._recent:
             begin, end = common * self._step, (common + 1) * self._step

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvboost.cache.prefix import token_bytes
 from kvboost.engine.outputs import RequestOutput, TokenLogprobs
 from kvboost.engine.sampling_params import SamplingParams
 
@@ -47,6 +48,8 @@ class Request:
 
     status: Status = Status.WAITING
     tokens: list[int] = field(default_factory=list)
+    prompt_bytes: bytes = b""
+    """`prompt_ids` as keys are made of them (`cache.prefix.token_bytes`): by whoever makes the request, not in the engine's loop."""
     num_scheduled: int = 0
     """Tokens whose KV is there or being computed."""
     num_computed: int = 0
@@ -71,6 +74,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
+        self.prompt_bytes = token_bytes(self.prompt_ids)
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt_ids)
 

@@ -321,7 +321,7 @@ class Scheduler:
     def _find(self, request: Request) -> list[int]:
         if not request.reads_prefix:
             return []
-        self._memo.fill(request.keys, request.root, request.tokens)
+        self._memo.fill(request.keys, request.root, request.tokens, request.prompt_bytes)
         # The last token's logits are needed, so its block is computed even when it is known.
         limit = len(request.tokens) - (0 if request.prefill_only else 1)
         return self.pool.find(request.keys, limit // self.block_size)

@@ -66,7 +66,7 @@ def budget_of(config: EngineConfig, model_config: Any, dtype: torch.dtype, devic
     elif config.kv_cache_gib is not None:
         kv_bytes = int(config.kv_cache_gib * GIB)
     kv_tokens = kv_bytes // max(1, kv_bytes_per_token(model_config, dtype))
-    seqs = max(1, min(config.max_num_seqs, kv_tokens // TOKENS_PER_SEQUENCE))
+    seqs = max(1, min(config.num_seqs, kv_tokens // TOKENS_PER_SEQUENCE))
     step_tokens = config.max_num_batched_tokens or STEP_TOKENS
     while (
         config.max_num_batched_tokens is None
