@@ -9,6 +9,20 @@ import pytest
 
 from byte_models import byte_tokenizer, tiny_llama
 from kvboost import KVBoost
+from kvboost.kernels.native import build, library
+
+
+@pytest.fixture
+def without_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU kernels as a processor of this kind without matrix units compiles them."""
+    if build.platform.machine() != "x86_64":
+        pytest.skip("the flags are those of x86")
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-mno-amx-tile", "-mno-amx-bf16"))
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setenv("KVBOOST_CACHE_DIR", str(tmp_path))
+    if library.unavailable() is not None:
+        pytest.skip(str(library.unavailable()))
+    assert not library.load().kvb_has_amx()
 
 
 @pytest.fixture(scope="session")

@@ -125,6 +125,14 @@ def test_prompts_of_heads_that_fit_matrix_units(start: int, count: int, window: 
         assert_near(*both([(start, count)], shape, q_heads, block_size, torch.bfloat16, **options))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_amx")
+def test_prompts_by_vectors_of_pairs() -> None:
+    for start, count in ((0, 9), (0, 64), (3, 40), (900, 33), (613, 150)):
+        for window in (None, 1, 37, 300):
+            test_prompts_of_heads_that_fit_matrix_units(start, count, window)
+
+
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 129, 5000])
 def test_decode_at_every_kind_of_length(length: int) -> None:
     torch.set_num_threads(2)

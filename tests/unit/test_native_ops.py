@@ -44,6 +44,15 @@ def test_linear(dtype: torch.dtype, shape: tuple[int, int], rows: int) -> None:
         close(out, linear(x.float(), weight.float(), None if b is None else b.float()), dtype)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_amx")
+def test_linear_by_vectors() -> None:
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            for rows in (1, 5, 16, 17, 33, 50, 70):
+                test_linear(dtype, shape, rows)
+
+
 class LlamaLikeNorm(nn.Module):
     """The norm as Transformers writes it: rounded before the weight (offset 0), or after (Gemma, offset 1)."""
 

@@ -3,9 +3,9 @@
 // One task is (sequence, KV head, tile of query rows, piece of the keys); sequences that decode behind the same blocks share
 // tasks over those (attention_plan.h). A query row is (token, head of the group). The keys of a task go by in tiles of 64;
 // the running maximum and sum per row follow the online softmax (Milakov and Gimelshein 2018), and pieces of one tile of
-// rows are merged by their log-sum-exp. Three ways to compute a tile:
-// attention_few.h (decode: head dims across vector lanes), attention_many.h (prefill: query rows across lanes) and
-// attention_amx.h (the same in bf16, by matrix units).
+// rows are merged by their log-sum-exp. Four ways to compute a tile:
+// attention_few.h (decode: head dims across vector lanes), attention_many.h (prefill: query rows across lanes),
+// attention_dots.h (the same in bf16, for pairs) and attention_amx.h (by matrix units).
 #pragma once
 
 #include <algorithm>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "attention_amx.h"
+#include "attention_dots.h"
 #include "attention_few.h"
 #include "attention_many.h"
 #include "attention_plan.h"
@@ -26,6 +27,10 @@ template <typename T> void run_rows(const Call<T>& call, const Task& task, Scrat
 #ifdef KVB_TILES
     if constexpr (std::is_same_v<T, bf16>)
         if (in_tiles<T>(call.shape)) return many_rows<AmxTiles>(call, task, scratch);
+#endif
+#ifdef KVB_DOTS
+    if constexpr (std::is_same_v<T, bf16>)
+        if (in_dots(call.shape)) return many_rows<DotTiles>(call, task, scratch);
 #endif
     many_rows<VectorTiles>(call, task, scratch);
 }

@@ -3,7 +3,7 @@
 // bf16 as in any bf16 attention, their sums are not.
 #pragma once
 
-#include "attention_many.h"
+#include "attention_dots.h"
 #include "linear_amx.h"
 
 namespace kvb {
@@ -121,30 +121,20 @@ template <int V, typename T> struct AmxTiles {
         }
         for (int d = 0; d < parts; ++d) {
             __m512 r[TILE];
-            for (int i = 0; i < TILE; ++i) r[i] = _mm512_castsi512_ps(paired(rows[2 * i], rows[2 * i + 1], d * TILE));
+            for (int i = 0; i < TILE; ++i) r[i] = _mm512_castsi512_ps(paired(rows[2 * i] + d * TILE, rows[2 * i + 1] + d * TILE));
             store_transposed(r, columns() + (block * parts + d) * SIZE);
         }
-    }
-    static __m512i paired(const T* low, const T* high, int at) {
-        const __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low + at)));
-        const __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high + at)));
-        return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
     }
 
     // P^T of 32 keys: for each pair of keys, the pairs of 16 rows.
     void pack_weights(int n, int block) {
-        alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
-                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-        const __m512i side_by_side = _mm512_load_si512(order);
         for (int j = n; j < (block + 1) * DEPTH; ++j)
             std::fill_n(scratch.scores + j * V * LANES, V * LANES, 0.0f);
         for (int i = 0; i < TILE; ++i) {
             const float* low = scratch.scores + (block * DEPTH + 2 * i) * V * LANES;
-            for (int v = 0; v < V; ++v) {
-                const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(low + (V + v) * LANES), _mm512_loadu_ps(low + v * LANES));
+            for (int v = 0; v < V; ++v)
                 _mm512_storeu_si512(weights() + (block * V + v) * SIZE + i * DEPTH,
-                                    _mm512_permutexvar_epi16(side_by_side, reinterpret_cast<__m512i>(both)));
-            }
+                                    paired(load(low + v * LANES), load(low + (V + v) * LANES)));
         }
     }
 };

@@ -104,14 +104,16 @@ KVB_EXPORT void kvb_attention(int is_bf16, const void* query, int64_t query_stri
 
 KVB_EXPORT int kvb_has_amx() { return has_amx(); }
 
+KVB_EXPORT int kvb_has_vectors(int is_bf16) { return is_bf16 ? has_vectors<bf16>() : has_vectors<float>(); }
+
 // x: [rows, weights->k], rows x_stride apart; y: [rows, weights->n], contiguous.
 KVB_EXPORT void kvb_linear(int is_bf16, const void* x, int64_t x_stride, const Weights* weights, void* y, int64_t rows,
                            int threads) {
-    static thread_local std::vector<bf16> memory;
     const int64_t k = weights->k;
-    if (is_bf16 && int64_t(memory.size()) < padded(rows) * k + 32) memory.resize(padded(rows) * k + 32);
     typed(is_bf16, [=](auto zero) {
         using T = decltype(zero);
+        static thread_local std::vector<T> memory;
+        if (int64_t(memory.size()) < padded(rows) * k + 32) memory.resize(padded(rows) * k + 32);
         const LinearCall<T> call{static_cast<const T*>(x), x_stride, weights, static_cast<T*>(y), rows, k,
                                  aligned(memory.data())};
 #pragma omp parallel num_threads(threads)

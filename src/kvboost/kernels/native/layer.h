@@ -42,7 +42,7 @@ template <typename T> class LayerRun {
     T* out;
     int64_t rows, qkv_width, att_width;
     T *normed, *qkv, *attended, *delta, *total, *gate_up, *gated;
-    bf16* tiles;
+    T* tiles;
 
     T* take(T*& at, int64_t count) {
         T* start = at;
@@ -68,7 +68,7 @@ template <typename T> class LayerRun {
         total = take(at, rows * layer.hidden);
         gate_up = take(at, rows * 2 * layer.inner);
         gated = take(at, rows * layer.inner);
-        tiles = reinterpret_cast<bf16*>(at);
+        tiles = at;
     }
 
     // Called by every thread of a parallel region.

@@ -104,6 +104,7 @@ def _open() -> ctypes.CDLL:
         function = getattr(opened, name)
         function.argtypes, function.restype = arguments, None
     opened.kvb_has_amx.restype, opened.kvb_unpack.restype = _int, _long
+    opened.kvb_has_vectors.argtypes, opened.kvb_has_vectors.restype = [_int], _int
     return opened
 
 

@@ -40,7 +40,7 @@ template <typename T> struct LinearCall {
     const Weights* weights;
     T* y;  // [rows, weights->n], contiguous
     int64_t rows, k;
-    bf16* tiles;  // room for padded(rows) * k, at a cache line; only AMX needs it
+    T* tiles;  // room for padded(rows) * k, at a cache line; only panels.h needs it
 };
 
 // Some rows of one piece of W, the first of which is row `first` of it and gives column `column` of y.
