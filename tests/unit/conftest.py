@@ -12,17 +12,19 @@ from kvboost import KVBoost
 from kvboost.kernels.native import build, library
 
 
-@pytest.fixture
-def without_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU kernels as a processor of this kind without matrix units compiles them."""
-    if build.platform.machine() != "x86_64":
-        pytest.skip("the flags are those of x86")
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-mno-amx-tile", "-mno-amx-bf16"))
+@pytest.fixture(params=["vectors", "emulated tiles"])
+def other_units(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU kernels as a processor without matrix units compiles them, and as one with them does, these in software."""
+    if build.platform.machine() != "x86_64" or "avx512_bf16" not in build._processor():
+        pytest.skip("needs AVX-512 with bf16 products")
+    emulated = request.param != "vectors"
+    flags = ("-mno-amx-tile", "-mno-amx-bf16")
+    if emulated:
+        flags = ("-D__AMX_TILE__=1", "-D__AMX_BF16__=1", "-include", str(Path(__file__).parents[1] / "amx_emulated.h"))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
     monkeypatch.setattr(library, "_loaded", None)
     monkeypatch.setenv("KVBOOST_CACHE_DIR", str(tmp_path))
-    if library.unavailable() is not None:
-        pytest.skip(str(library.unavailable()))
-    assert not library.load().kvb_has_amx()
+    assert library.load().kvb_has_amx() == emulated
 
 
 @pytest.fixture(scope="session")

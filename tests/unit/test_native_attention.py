@@ -126,8 +126,8 @@ def test_prompts_of_heads_that_fit_matrix_units(start: int, count: int, window: 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_amx")
-def test_prompts_by_vectors_of_pairs() -> None:
+@pytest.mark.usefixtures("other_units")
+def test_prompts_by_other_units() -> None:
     for start, count in ((0, 9), (0, 64), (3, 40), (900, 33), (613, 150)):
         for window in (None, 1, 37, 300):
             test_prompts_of_heads_that_fit_matrix_units(start, count, window)

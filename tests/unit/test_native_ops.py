@@ -45,8 +45,8 @@ def test_linear(dtype: torch.dtype, shape: tuple[int, int], rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_amx")
-def test_linear_by_vectors() -> None:
+@pytest.mark.usefixtures("other_units")
+def test_linear_by_other_units() -> None:
     for dtype in DTYPES:
         for shape in SHAPES:
             for rows in (1, 5, 16, 17, 33, 50, 70):
