@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvboost.kernels.cuda import compiler, packed_few
+from kvboost.kernels.cuda.driver import address_of
 from kvboost.kernels.cuda.packed_few import PRODUCT, Around, FewTile, Gpu, Launch, definitions
 from kvboost.kernels.cuda.workspace import Workspace
 from kvboost.kernels.norm import RmsNorm
@@ -100,14 +101,14 @@ def built(case: Case, plan: Launch, folder: Path) -> Callable[..., Tensor]:
         if in_place:
             out.copy_(case.total)
         total, norm = out if in_place else case.total, None if case.norm is None else case.norm.weight
-        pointers = map(packed_few._address, (case.x, case.weight, case.bias, total, norm, out))
+        pointers = map(address_of, (case.x, case.weight, case.bias, total, norm, out))
         shape = packed_few.shape_of(case.x, case.weight, case.packing, plan, case.norm)
         space = space or dirty_workspace()
         kernel.together, kernel.seed = together, seed
         kernel.launch(
             (plan.blocks, -(-rows // (8 * plan.tile.cols))),
             plan.shared_bytes,
-            (*pointers, shape, *map(packed_few._address, space)),
+            (*pointers, shape, *map(address_of, space)),
         )
         return out
 

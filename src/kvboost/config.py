@@ -16,6 +16,7 @@ KV_CACHE_DTYPES = ("auto",)
 PATHS = ("auto", "paged", "compat")
 
 MAX_NUM_SEQS = 256
+"""Default of `max_num_seqs` where there is no large GPU."""
 
 WEIGHTS = ("auto", "dense", "int8", "int4")
 """How weights are held. `auto` is as the model's files hold them: packed files stay packed. `int8` and `int4` round plain

@@ -30,8 +30,7 @@ static void check_phase(Barrier& b) {
 static u32 exchanged(u32 at) { return at ^ (at >> 7 & 7) << 4; }
 
 static float number(u32 at) {
-    const float value = widen(read<u16>(&block->shared.at(exchanged(at))));
-    return value;
+    return widen(read<u16>(&block->shared.at(exchanged(at))));
 }
 
 struct Operand {
@@ -137,17 +136,7 @@ DEVICE void add_product(float (&c)[64], const u32 (&a)[4], u64 b) {
 DEVICE float power_of_two(float a) { return std::exp2(a); }
 DEVICE float logarithm(float a) { return std::log2(a); }
 DEVICE float greater(float a, float b) { return std::fmax(a, b); }
-DEVICE float greatest_of(float f, int lanes) {
-    auto& warp = host::warp();
-    const int lane = host::current % 32;
-    for (int i = 1; i < lanes; i *= 2) {
-        warp.numbers[lane] = f;
-        host::meet_warp();
-        f = std::fmax(f, warp.numbers[lane ^ i]);
-        host::meet_warp();
-    }
-    return f;
-}
+DEVICE float greatest_of(float f, int lanes) { return host::combined(f, lanes, greater); }
 DEVICE void store8(float* at, float a, float b) {
     at[0] = a;
     at[1] = b;

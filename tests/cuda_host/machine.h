@@ -285,17 +285,22 @@ DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
     host::meet_warp();
 }
 
-DEVICE float sum_over(float f, int lanes) {
-    auto& warp = host::warp();
-    const int lane = host::current % 32;
+namespace host {
+// Of a number of `lanes` neighbouring threads, by twos, then fours ...
+template <typename Combine>
+static float combined(float f, int lanes, Combine combine) {
+    const int lane = current % 32;
     for (int i = 1; i < lanes; i *= 2) {
-        warp.numbers[lane] = f;
-        host::meet_warp();
-        f += warp.numbers[lane ^ i];
-        host::meet_warp();
+        warp().numbers[lane] = f;
+        meet_warp();
+        f = combine(f, warp().numbers[lane ^ i]);
+        meet_warp();
     }
     return f;
 }
+}  // namespace host
+
+DEVICE float sum_over(float f, int lanes) { return host::combined(f, lanes, std::plus<float>()); }
 
 DEVICE int uniform(int value) { return value; }
 DEVICE int afresh(int value) { return value; }

@@ -69,8 +69,7 @@ def test_numbers_that_are_none_beyond_the_end_of_a_page_are_not_seen() -> None:
         close(out, expected(Case((chunk(1000, 57),), **QWEN), inputs))
 
 
-def test_a_row_is_the_same_whoever_is_beside_it() -> None:
-    """Bit for bit, with the same number of splits."""
+def test_the_same_batch_gives_the_same_bits() -> None:
     whole = build(Case((chunk(2000, 300), chunk(90, 100)), **QWEN), torch.bfloat16, "cuda")
     together = attention.paged_attention(whole.query, whole.keys, whole.values, whole.batch, splits=2)
     again = attention.paged_attention(whole.query, whole.keys, whole.values, whole.batch, splits=2)

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from cuda_rig import HostKernel
 from kvboost.kernels.cuda import compiler, prompt_attention, tensor_map
 from kvboost.kernels.cuda.compiler import CudaUnavailable
-from kvboost.kernels.triton.attention import hopper_splits
+from kvboost.kernels.triton.attention import MAX_SPLITS
 from triton_rig import Case, build, case_id, chunk, close, decode, expected
 
 LOG2E = 1.4426950408889634
@@ -109,7 +109,7 @@ def test_compiles_for_hopper(split: bool) -> None:
     ("programs", "splits"), [(4, 33), (16, 8), (28, 4), (56, 2), (84, 3), (112, 1), (132, 1), (300, 1)]
 )
 def test_multiprocessors_are_kept_busy(programs: int, splits: int) -> None:
-    assert hopper_splits(programs, 132) == splits
+    assert prompt_attention.splits_of(programs, 132, MAX_SPLITS) == splits
 
 
 @pytest.mark.parametrize("status", [0, 1])

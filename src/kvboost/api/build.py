@@ -15,7 +15,7 @@ from kvboost.attention.step import running
 from kvboost.cache.blocks import BlockPool
 from kvboost.cache.layout import SlabLayout
 from kvboost.cache.pool import KVPool
-from kvboost.config import EngineConfig
+from kvboost.config import MAX_NUM_SEQS, EngineConfig
 from kvboost.engine.engine import Engine
 from kvboost.engine.runner import Runner
 from kvboost.engine.scheduler import Scheduler
@@ -93,8 +93,7 @@ def _build(model: PreTrainedModel, capabilities: Capabilities, config: EngineCon
     streamer = streamer_of(model)
     if streamer is not None:
         config = _streaming_config(config, streamer)
-    elif config.max_num_seqs is None and _is_very_large(model.device):
-        config = config.replace(max_num_seqs=VERY_LARGE_GPU_SEQS)
+    config = config.replace(max_num_seqs=config.max_num_seqs or _default_num_seqs(model.device))
     layout = SlabLayout(
         capabilities.layers, config.block_size, str(model.dtype).removeprefix("torch."), model.dtype.itemsize
     )
@@ -118,10 +117,7 @@ def _build(model: PreTrainedModel, capabilities: Capabilities, config: EngineCon
     engine = Engine(runner, scheduler, config.max_num_waiting)
     return Built(
         engine, runner, capabilities, backend, fused, layout, weights_fingerprint(model) + layout.fingerprint, max_model_len, limit,
-        config.replace(
-            max_model_len=max_model_len, max_num_seqs=config.num_seqs, num_blocks=num_blocks,
-            max_num_batched_tokens=step_tokens,
-        ),
+        config.replace(max_model_len=max_model_len, num_blocks=num_blocks, max_num_batched_tokens=step_tokens),
     )  # fmt: skip
 
 
@@ -178,6 +174,10 @@ def _tokens_alone(config: EngineConfig, device: torch.device, step_tokens: int) 
     if config.max_num_batched_tokens is not None or device.type != "cuda":
         return step_tokens
     return step_tokens * ALONE_FACTOR if _is_very_large(device) else step_tokens
+
+
+def _default_num_seqs(device: torch.device) -> int:
+    return VERY_LARGE_GPU_SEQS if _is_very_large(device) else MAX_NUM_SEQS
 
 
 def _is_very_large(device: torch.device) -> bool:

@@ -218,10 +218,8 @@ class Scheduler:
             for key in work.request.keys[first:last]:
                 for block in self.pool.find([key], 1):
                     self.pool.forget(block)
-        for (
-            _,
-            target,
-        ) in plan.copies:  # which may not have been made; a request aborted meanwhile has noted it as a tail
+        # Copies may not have been made, and a request aborted meanwhile has noted its own as a tail.
+        for _, target in plan.copies:
             self.pool.forget(target)
         # `done` requests may have been found in blocks of this very step.
         failed = [r for r in (*(work.request for work in plan.work), *plan.done) if not r.finished]

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvboost.kernels.cuda.compiler import CudaUnavailable
 from kvboost.kernels.triton.support import starts_early
@@ -65,6 +66,11 @@ def _bind_context() -> None:
     if not context:
         torch.cuda.mem_get_info()
     _thread.bound = True
+
+
+def address_of(tensor: Tensor | None) -> ctypes.c_void_p:
+    """As an argument of a launch; null for None."""
+    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
 
 
 class Kernel:

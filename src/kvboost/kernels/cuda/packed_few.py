@@ -4,7 +4,6 @@ rows, a gate or a residual may be part of it."""
 from __future__ import annotations
 
 import ctypes
-import logging
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvboost.kernels.cuda.compiler import CudaUnavailable, cubin
-from kvboost.kernels.cuda.driver import Kernel
+from kvboost.kernels.cuda.attempts import can_be_had
+from kvboost.kernels.cuda.compiler import cubin
+from kvboost.kernels.cuda.driver import Kernel, address_of
 from kvboost.kernels.cuda.workspace import holds, prepare, workspace_of
 from kvboost.kernels.norm import RmsNorm
 from kvboost.weights.packing import Packing, Scheme
-
-log = logging.getLogger("kvboost")
 
 SOURCE = "packed_few.cu"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -257,15 +255,11 @@ def packed_few(
     if out is None:
         out = x.new_empty(rows, around.width(n)) if total is None else total
     space = workspace_of(x.device) if plan.tile.parts > 1 else (None, None)
-    pointers = map(_address, (x, weight, bias, total, None if norm is None else norm.weight, out))
+    pointers = map(address_of, (x, weight, bias, total, None if norm is None else norm.weight, out))
     shape = shape_of(x, weight, packing, plan, norm)
     grid = (plan.blocks, -(-rows // (8 * plan.tile.cols)))
-    kernel.launch(grid, plan.shared_bytes, (*pointers, shape, *map(_address, space)))
+    kernel.launch(grid, plan.shared_bytes, (*pointers, shape, *map(address_of, space)))
     return out
-
-
-def _address(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
 
 
 def _can(tile: FewTile, packing: Packing, n: int, rows: int, around: Around = PRODUCT) -> bool:
@@ -349,20 +343,13 @@ def _has_kernel(
     if plan is None:
         return False
     key = (device, dtype, packing.scheme, packing.group, plan.tile, around)
-    if key in _failed:
-        return False
-    try:
+
+    def make() -> None:
         _kernel(*key)
         if plan.tile.parts > 1:
             prepare(device)
-    except CudaUnavailable as error:
-        if torch.cuda.is_current_stream_capturing():  # which may be why; it is tried again outside
-            return False
-        if str(error) not in _failed.values():
-            log.warning("4-bit products use Triton, which is slower for a few rows: %s", error)
-        _failed[key] = str(error)
-        return False
-    return True
+
+    return can_be_had(_failed, key, make, "4-bit products use Triton, which is slower for a few rows")
 
 
 @cache

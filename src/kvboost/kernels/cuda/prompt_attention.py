@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvboost.kernels.cuda.compiler import CudaUnavailable, cubin
-from kvboost.kernels.cuda.driver import Kernel
+from kvboost.kernels.cuda.attempts import can_be_had
+from kvboost.kernels.cuda.compiler import cubin
+from kvboost.kernels.cuda.driver import Kernel, address_of
 from kvboost.kernels.cuda.tensor_map import fits, tensor_map
 
 if TYPE_CHECKING:
     from kvboost.kernels.triton.attention import PackedBatch
-
-log = logging.getLogger("kvboost")
 
 SOURCE = "prompt_attention.cu"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -27,6 +25,12 @@ CAPABILITY = (9, 0)
 
 ROWS = KEYS = DIM = 128
 """Rows of a tile, keys that are brought at a time, and numbers of a head."""
+
+MOST_SPLITS = 8
+"""Unless even these leave multiprocessors idle."""
+
+MERGING = 0.05
+"""What each split but the first costs, in parts of the time that attention takes."""
 
 BOX_KEYS = 16
 THREADS = 384
@@ -90,15 +94,22 @@ def attend(
         query, out, *((None, None) if splits is None else (splits.partial, splits.partial_lse)), batch.positions,
         batch.query_start, batch.tables, batch.table_start, batch.kv_len,
     )  # fmt: skip
-    arguments: list[Any] = [tensor_map(keys, box), tensor_map(values, box)]
-    arguments += [ctypes.c_void_p(0 if tensor is None else tensor.data_ptr()) for tensor in pointers]
     grid = (tiles, keys.shape[2], 1 if splits is None else splits.count)
-    kernel.launch(grid, SHARED_BYTES, (*arguments, shape))
+    arguments = (tensor_map(keys, box), tensor_map(values, box), *map(address_of, pointers), shape)
+    kernel.launch(grid, SHARED_BYTES, arguments)
 
 
 def tiles_of(tokens: int, group: int, seqs: int) -> int:
     """That so many tokens of `seqs` sequences take at most, of one key head."""
     return tokens * group // ROWS + seqs
+
+
+def splits_of(there: int, processors: int, most: int) -> int:
+    """Among how many blocks, at most `most`, each of `there` shares its keys out, of which a multiprocessor holds one."""
+    if there >= processors:
+        return 1
+    counts = range(1, max(MOST_SPLITS, min(processors // there, most)) + 1)
+    return min(counts, key=lambda count: -(-there * count // processors) / count * (1 + MERGING * (count - 1)))
 
 
 Definitions = tuple[tuple[str, int], ...]
@@ -116,20 +127,11 @@ _failed: dict[tuple[torch.device, Definitions], str] = {}
 
 
 def _has_kernel(device: torch.device, definitions: Definitions) -> bool:
-    key = (device, definitions)
-    if key in _failed:
-        return False
-    try:
+    def make() -> None:
         for split in (False, True):
-            _kernel(*key, split)
-    except CudaUnavailable as error:
-        if torch.cuda.is_current_stream_capturing():  # which may be why; it is tried again outside
-            return False
-        if str(error) not in _failed.values():
-            log.warning("attention of prompts uses Triton, which is slower: %s", error)
-        _failed[key] = str(error)
-        return False
-    return True
+            _kernel(device, definitions, split)
+
+    return can_be_had(_failed, (device, definitions), make, "attention of prompts uses Triton, which is slower")
 
 
 @cache

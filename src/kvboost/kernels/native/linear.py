@@ -20,7 +20,7 @@ AMX_ROWS_MAX = 2048
 first (SmolLM2 in bf16: a prompt of 1,050 tokens takes 410 against 500 ms, one of 2,040 tokens 1,050 against 1,280)."""
 
 VECTOR_ROWS_MAX = 2048
-"""The same without AMX, on an AMD EPYC (Zen 4): products of 16 to 128 rows take 1.2 to 1.5 times as long in PyTorch in both
+"""The same without AMX, on an AMD EPYC with bf16 products: those of 16 to 128 rows take 1.2 to 1.5 times as long in PyTorch in both
 dtypes, of 1,050 as long."""
 
 _SCHEMES = {

@@ -6,7 +6,7 @@
 
 namespace kvb {
 
-constexpr int DIRECT_ROWS = 4;  // rows of x up to which packed weights are unpacked in registers
+constexpr int DIRECT_ROWS = 4;  // rows of x up to which packed weights are unpacked in registers, and nothing else is faster
 
 // -- dense ----------------------------------------------------------------------------------------------------------------
 

@@ -24,14 +24,8 @@ DECODE_PROGRAMS = 4
 PROMPT_PROGRAMS = 3
 """Programs per multiprocessor that splitting aims at. Measured on an H200: 20 us for 16 x 1k keys with 4, 22 with 8."""
 
-HOPPER_SPLITS = 8
-"""At most, of `prompt_attention.cu`, unless even these leave multiprocessors idle."""
-
 LIKELY = 0.6
 """The part of a step's sequences that are there: they are padded to 4 times as many as the next smaller size."""
-
-MERGING = 0.05
-"""What each split but the first costs, in parts of the time that attention takes."""
 
 ENOUGH_PROGRAMS = 1.5
 """From so many per multiprocessor on nothing is split: 64 x 1k keys take 42 us in one piece each and 60 in two."""
@@ -214,9 +208,9 @@ class _Launch:
             tiles = prompt_attention.tiles_of(tokens, self.group, batch.num_seqs)
             full = max(-(-tokens * self.group // prompt_attention.ROWS), round(spare * LIKELY))
             there = full * self._keys.shape[2]
-            return Plan(
-                None, tiles, splits or hopper_splits(there, _facts(self._query.device).processors), decode=False
-            )
+            processors = _facts(self._query.device).processors
+            splits = splits or prompt_attention.splits_of(there, processors, MAX_SPLITS)
+            return Plan(None, tiles, splits, decode=False)
         tile = tile or prompt_tile(self._query[:tokens], self._keys, self._values, batch)
         full, programs = -(-tokens // (tile.rows // min(self.group, tile.rows))), self._heads(tile)[1]
         splits = splits or self._splits((full + spare) * programs, PROMPT_PROGRAMS)
@@ -243,9 +237,12 @@ class _Launch:
 
     def _on_hopper(self) -> bool:
         """Whether `prompt_attention.cu` serves; it is faster for whatever comes."""
-        special = self._capped or self._window is not None or self._sinks is not None or self._slopes is not None
-        special = special or self._scale <= 0
-        return not special and prompt_attention.serves(self._query, self._keys, self._values, self._batch.positions)
+        plain = self._window is None and self._sinks is None and self._slopes is None and not self._capped
+        return (
+            plain
+            and self._scale > 0
+            and prompt_attention.serves(self._query, self._keys, self._values, self._batch.positions)
+        )
 
     def _heads(self, tile: Tile) -> tuple[int, int]:
         """Of a group in one tile, and programs for all heads."""
@@ -296,14 +293,6 @@ class _Launch:
             DIM_V=dim_v, BLOCK_DV=_padded(dim_v), BLOCK_SPLITS=_padded(splits, 2), DECODE=decode,
             num_warps=4, **early(self._query.device),
         )  # fmt: skip
-
-
-def hopper_splits(there: int, processors: int) -> int:
-    """Among how many programs each of `there` shares its keys out in `prompt_attention.cu`, of which a multiprocessor holds one."""
-    if there >= processors:
-        return 1
-    counts = range(1, max(HOPPER_SPLITS, min(processors // there, MAX_SPLITS)) + 1)
-    return min(counts, key=lambda count: -(-there * count // processors) / count * (1 + MERGING * (count - 1)))
 
 
 def _padded(size: int, least: int = 16) -> int:
